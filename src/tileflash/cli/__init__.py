@@ -5,6 +5,7 @@ import typer
 from tileflash.cli.bench import app as bench_app
 from tileflash.cli.data import app as data_app
 from tileflash.cli.report import report
+from tileflash.cli.weights import weights_app
 
 app = typer.Typer(
     name="tileflash",
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command("report")(report)
+app.add_typer(weights_app, name="weights")
 
 
 def main() -> None:
