@@ -16,8 +16,9 @@ from tileflash.models import (
     matmul_parameter_count,
     model_config,
     parameter_count,
+    unfused_attention,
 )
-from tileflash.models.layers import inverse_frequencies
+from tileflash.models.layers import RotaryEmbedding, apply_rotary, inverse_frequencies
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -140,6 +141,26 @@ def test_changing_the_dtype_keeps_every_bit_of_the_rotary_frequencies(dtype):
     assert not any("rotary" in key for key in model.state_dict())
 
 
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 2**-22)])
+def test_rotation_rounds_once(dtype, unit):
+    """Only the result is rounded to the dtype, never the cosines: late positions would suffer."""
+    x = torch.randn(2, 500, 3, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cos, sin = RotaryEmbedding(32, 10000.0, None)(500)
+    got, truth = apply_rotary(x, cos, sin), apply_rotary(x.double(), cos, sin)
+    assert got.dtype == dtype
+    assert ((got - truth).abs() <= unit * truth.abs() + 1e-6).all()
+
+
+def test_rotation_is_that_of_the_paper():
+    """Pair (i, i + D / 2) at position p, taken as a complex number, is multiplied by exp(i p frequency)."""
+    x = torch.randn(1, 40, 2, 16, dtype=torch.float64)
+    frequencies = 500000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    turn = torch.polar(torch.ones(40, 8, dtype=torch.float64), torch.outer(torch.arange(40.0).double(), frequencies))
+    expected = torch.complex(x[..., :8], x[..., 8:]) * turn[None, :, None]
+    got = apply_rotary(x, *RotaryEmbedding(16, 500000.0, None)(40))
+    assert (got - torch.cat((expected.real, expected.imag), dim=-1)).abs().max() < 1e-5  # angles are float32
+
+
 def test_rotary_scaling_has_three_bands():
     scaling = RopeScaling(factor=8.0, original_max_sequence_length=64)
     plain, scaled = inverse_frequencies(64, 10000.0, None), inverse_frequencies(64, 10000.0, scaling)
@@ -158,7 +179,7 @@ def test_rotary_scaling_has_three_bands():
 def test_flops_equal_those_counted_by_pytorch(name):
     """PyTorch counts the products of the unfused baseline, masked half included: 12 L C T instead of 6."""
     config = model_config(name, vocab_multiple=1, n_layer=2)
-    model = build_model(config, seed=0)
+    model = build_model(config, attention=unfused_attention, seed=0)
     batch, length = 2, 24
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(0, 257, (batch, length))).sum().backward()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tileflash
 from tileflash.models import unfused_attention
 from tileflash.weights import load_weights
 
@@ -92,7 +93,10 @@ def tokens_for(case, batch=2):
     return torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.parametrize("attention", [unfused_attention, sdpa])
+ATTENTIONS = [unfused_attention, sdpa, tileflash.attention]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_float64_logits_equal_transformers(case, attention, saved):
@@ -106,7 +110,7 @@ def test_float64_logits_equal_transformers(case, attention, saved):
 
 
 @pytest.mark.parametrize("how", ["bfloat16", "autocast"])
-@pytest.mark.parametrize("attention", [unfused_attention, sdpa])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa", "llama3-rope-beyond-original"])
 @torch.no_grad()
 def test_bfloat16_error_is_at_most_twice_transformers(case, attention, how, saved):

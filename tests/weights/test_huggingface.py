@@ -1,6 +1,7 @@
 """Hugging Face directories: round trips, transformers as reader and as writer, shards, replacement."""
 
 import json
+import os
 
 import pytest
 import safetensors.torch
@@ -134,6 +135,24 @@ def test_a_save_that_fails_leaves_the_old_model(small, bit_equal, tmp_path, monk
         save_huggingface(small("gpt2", seed=2), tmp_path, max_shard_bytes=20_000)
     bit_equal(load_weights(tmp_path), model)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("renames", [0, 1, 3])
+def test_a_kill_between_two_renames_never_leaves_a_mixture_that_loads(renames, small, tmp_path, monkeypatch):
+    save_huggingface(small("gpt2", seed=1), tmp_path, max_shard_bytes=20_000)
+    original, calls = os.replace, []
+
+    def die(source, destination):
+        calls.append(destination)
+        if len(calls) > renames:
+            raise KeyboardInterrupt
+        original(source, destination)
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        save_huggingface(small("gpt2", seed=2), tmp_path, max_shard_bytes=20_000)
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        load_weights(tmp_path)
 
 
 def test_more_positions_keep_their_own_values_and_fewer_take_the_first(small, tmp_path):
