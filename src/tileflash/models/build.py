@@ -27,8 +27,7 @@ def build_model(
     """A freshly initialised model with float32 parameters, made on `device` (default: the CPU) with no copy elsewhere.
 
     `attention` is any callable (q, k, v, *, causal, scale) on [B, S, H, D] tensors; the default is tileflash.attention.
-    `seed` None takes the device's
-    global generator. On the device "meta" the model has shapes and no values.
+    `seed` None takes the device's global generator. On the device "meta" the model has shapes and no values.
     """
     model = empty_model(config, attention, device)
     if model.embedding.weight.device.type != "meta":
