@@ -2,6 +2,11 @@
 
 import typer
 
+from tileflash.cli.bench import app as bench_app
+from tileflash.cli.data import app as data_app
+from tileflash.cli.report import report
+from tileflash.cli.weights import weights_app
+
 app = typer.Typer(
     name="tileflash",
     help="Exact, fast attention for PyTorch, and a trainer for GPT-2 and LLaMA-3 that shows what it gains.",
@@ -9,6 +14,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+# commands
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+app.command("report")(report)
+app.add_typer(weights_app, name="weights")
 
 
 def main() -> None:
