@@ -1,8 +1,8 @@
 """Fair timing of several callables on the same inputs.
 
 Every variant is warmed up; then come rounds, in each of which every variant runs once for the same target time after
-the same pause, in an order drawn anew. A round's figure is the median of its calls; a ratio is formed within a round, so
-that a GPU that grows warmer or slower between rounds moves both its sides.
+the same pause, in an order drawn anew. A round's figure is the median of its calls; a ratio is formed within a round,
+so that a GPU that grows warmer or slower between rounds moves both its sides.
 """
 
 from __future__ import annotations
