@@ -120,6 +120,8 @@ def clock_for(device: torch.device | str) -> CpuClock | CudaClock:
     if device.type == "cpu":
         return CpuClock()
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"`device` was {device}, but PyTorch sees no GPU here; use --device cpu")
         return CudaClock(device)
     raise ValueError(f"`device` was {device}; timing knows cpu and cuda")
 
@@ -136,7 +138,7 @@ class TimingPlan:
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
+        if not self.rounds >= 1:  # written so that NaN is refused too
             raise ValueError(f"`rounds` was {self.rounds}; it must be at least 1")
         for name in ("target_ms", "warmup_ms", "pause_ms"):
             value = getattr(self, name)
