@@ -23,7 +23,9 @@ def attention_block(lines: Sequence[Line], direction: str, words: Words) -> str:
 def _run(lines: list[Line], words: Words) -> str:
     variants = list(dict.fromkeys(line.variant for line in lines))
     baseline = next((line.metric.removeprefix(_RATIO) for line in lines if line.metric.startswith(_RATIO)), None)
-    compared = [variant for variant in variants if baseline is not None and variant != baseline]
+    # A variant that never served has no ratio and needs no column for it.
+    measured = {line.variant for line in lines if line.metric.startswith(_RATIO)}
+    compared = [variant for variant in variants if variant in measured]
     shapes = list(dict.fromkeys(_shape(line.case) for line in lines))
     times = {(_shape(line.case), line.variant): line for line in lines if line.metric == "time_ms"}
     ratios = {(_shape(line.case), line.variant): line for line in lines if line.metric.startswith(_RATIO)}
@@ -105,9 +107,7 @@ def _command(lines: list[Line], variants: list[str], baseline: str | None) -> st
         f"--width {int(case['heads']) * int(case['head_dim'])}",
         f"--rounds {max(line.repeats for line in lines)}",
     ]
-    if baseline not in (None, "fa2", variants[0]) or (
-        baseline == variants[0] and "fa2" in variants and baseline != "fa2"
-    ):
+    if baseline not in (None, "fa2" if "fa2" in variants else variants[0]):
         command.append(f"--baseline {baseline}")
     if case["dtype"] != "bfloat16":
         command.append(f"--dtype {case['dtype']}")

@@ -77,6 +77,7 @@ class CudaClock:
         import torch
 
         self._torch = torch
+        self._device = device
         self._buffer = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
         self._lead = 1
 
@@ -92,23 +93,24 @@ class CudaClock:
 
     def issue_ms(self, call: Callable[[], object]) -> float:
         """See `Clock.issue_ms`."""
-        self._torch.cuda.synchronize()
+        self._torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         call()
         issued = time.perf_counter() - start
-        self._torch.cuda.synchronize()
+        self._torch.cuda.synchronize(self._device)
         return issued * 1e3
 
     def _events(self, call: Callable[[], object], calls: int, lead: int) -> list[float]:
         event = self._torch.cuda.Event
+        stream = self._torch.cuda.current_stream(self._device)  # the device need not be the current one
         pairs = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(calls)]
         for start, end in pairs:
             for _ in range(lead):
                 self._buffer.zero_()
-            start.record()
+            start.record(stream)
             call()
-            end.record()
-        self._torch.cuda.synchronize()
+            end.record(stream)
+        self._torch.cuda.synchronize(self._device)
         return [float(start.elapsed_time(end)) for start, end in pairs]
 
 
