@@ -64,7 +64,7 @@ def test_a_forced_backend_that_cannot_serve_names_every_reason() -> None:
 
 def test_the_family_name_names_the_reasons_of_all_members() -> None:
     q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 6, 2, 8)
-    with pytest.raises(ValueError, match="sdpa-cudnn: (.|\n)*sdpa-flash: (.|\n)*sdpa-cpu: (.|\n)*sdpa-math: "):
+    with pytest.raises(ValueError, match=r"sdpa-cudnn: (.|\n)*sdpa-flash: (.|\n)*sdpa-cpu: (.|\n)*sdpa-math: "):
         tileflash.attention(q, k, k, causal=True, backend="sdpa")
 
 

@@ -79,15 +79,18 @@ def attention_forward_kernel(
     if HAS_LOW:
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, b_q, k_base, v_base, i_queries, key_begin // BLOCK_N * BLOCK_N, full_begin,
-            key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
+            key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, b_q, k_base, v_base, i_queries, full_begin, full_end,
-        key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, False, PRECISION,
+        key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, False, PRECISION,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, b_q, k_base, v_base, i_queries, full_end, key_end,
-        key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
+        key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
     )  # fmt: skip
 
     # A row that saw no key has the sum 0: its output is 0 and its log-sum-exp -inf.

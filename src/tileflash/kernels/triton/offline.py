@@ -67,7 +67,7 @@ def shipped_configurations(
 ) -> Iterator[tuple[str, int, bool, Tile]]:
     """(kernel, head dimension, banded, tile) of everything that `tileflash.attention` launches on the target."""
     gpu = TARGETS[target]
-    capability = divmod(gpu.arch, 10) if gpu.backend == "cuda" else (9, 4)
+    capability = divmod(int(gpu.arch), 10) if gpu.backend == "cuda" else (9, 4)
     for head_dim in head_dims:
         key_passes: tuple[Kernel, ...] = ("dk", "dv") if head_dim >= SPLIT_KEY_PASS_FROM else ("dkdv",)
         kernels: tuple[Kernel, ...] = ("forward", *key_passes, "dq")
