@@ -1,13 +1,13 @@
-"""Every name taken from Triton that differs between versions, or that is not part of its public interface."""
+"""What is taken from Triton beyond its public interface, or differs between its versions: looked at here and nowhere else."""
+
+from __future__ import annotations
 
 from typing import Any
 
 import torch
-import triton
+from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
-
-TRITON_VERSION = triton.__version__
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -15,32 +15,37 @@ def is_interpreted(kernel: Any) -> bool:
     return not isinstance(kernel, JITFunction)
 
 
-class CachedLauncher:
-    """Launches one Triton kernel, at a third of the host time of `kernel[grid](...)` once a case has been seen.
+class PreparedLaunch:
+    """One kernel made ready for one kind of call: everything but the tensors' addresses is fixed.
 
-    Triton's own launch looks at every argument to find the compiled variant. The caller knows when two calls are of one kind (same
-    shapes, strides, dtypes, alignment, constants, device) and says so by an equal `key`; from the second call on, the compiled
-    kernel is taken from a dictionary and started directly, as `CompiledKernel.__getitem__` does in Triton 3.6 and 3.7.
+    Triton's own launch looks at all arguments to find the compiled variant, which takes longer than the launch. Here the caller
+    promises that calls through one object differ in addresses only; the variant then depends on nothing but which addresses are
+    multiples of 16 bytes, and is started directly, as `CompiledKernel.__getitem__` does in Triton 3.6 and 3.7.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    __slots__ = ("compiled", "grid_size", "kernel", "options", "scalars")
+
+    def __init__(self, kernel: Any, grid_size: int, scalars: tuple[Any, ...], num_warps: int, num_stages: int) -> None:
+        """`scalars` are all parameters after the tensors, constants included, in order."""
         self.kernel = kernel
-        self.compiled: dict[Any, Any] = {}
+        self.grid_size = grid_size
+        self.scalars = scalars
+        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        self.compiled: dict[int, Any] = {}
 
-    def __call__(
-        self, key: Any, grid_size: int, device_index: int, arguments: tuple[Any, ...], options: dict[str, int]
-    ) -> None:
-        """Run with `grid_size` programs. `arguments` are all parameters in order, constants too; `options` num_warps and the like.
-
-        `device_index` must be the current CUDA device; it is not looked at in the interpreter.
-        """
-        compiled = self.compiled.get(key)
-        if compiled is None or knobs.runtime.launch_enter_hook is not None:
-            compiled = self.kernel[(grid_size,)](*arguments, **options)
+    def __call__(self, tensors: tuple[Tensor, ...], device_index: int) -> None:
+        """Launch on the current stream of CUDA device `device_index`, which must be the current device."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        misaligned = 0
+        for address in addresses:
+            misaligned = misaligned << 1 | (address & 15 != 0)
+        compiled = self.compiled.get(misaligned)
+        if compiled is None or knobs.runtime.launch_enter_hook.calls:  # a profiler's hook wants the whole way
+            compiled = self.kernel[(self.grid_size,)](*tensors, *self.scalars, **self.options)
             if compiled is not None:  # the interpreter returns nothing
-                self.compiled[key] = compiled
+                self.compiled[misaligned] = compiled
             return
         stream = torch._C._cuda_getCurrentRawStream(device_index)
         compiled.run(
-            grid_size, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+            self.grid_size, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self.scalars
         )  # fmt: skip

@@ -1,12 +1,14 @@
-"""Launches the portable attention kernels: outputs, tile sizes, grids. Tensors are [B, S, H, D], the last dimension contiguous."""
+"""Launches the portable attention kernels: outputs, tile sizes, grids. Tensors are [B, S, H, D]."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tileflash.kernels.compat import CachedLauncher, is_interpreted
+from tileflash.kernels.compat import PreparedLaunch, is_interpreted
 from tileflash.kernels.triton.attention_backward import (
     attention_backward_delta_kernel,
     attention_backward_dkdv_kernel,
@@ -15,71 +17,71 @@ from tileflash.kernels.triton.attention_backward import (
 from tileflash.kernels.triton.attention_forward import attention_forward_kernel
 from tileflash.kernels.triton.configurations import SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
 
-_forward = CachedLauncher(attention_forward_kernel)
-_delta = CachedLauncher(attention_backward_delta_kernel)
-_dkdv = CachedLauncher(attention_backward_dkdv_kernel)
-_dq = CachedLauncher(attention_backward_dq_kernel)
-
 INTERPRETED = is_interpreted(attention_forward_kernel)
+
 # What K and V of the heads worked on together may fill of the L2 cache.
 _L2_SHARE_BYTES = 24 * 2**20
 _LOG2_E = 1.4426950408889634
 
+# Launches made ready, by all that they depend on. A training run has a handful; emptied when full.
+_forward_launches: dict[Any, PreparedLaunch] = {}
+_backward_launches: dict[Any, tuple[PreparedLaunch, ...]] = {}
+_MOST_LAUNCHES = 4096
+
 
 @dataclass(frozen=True)
-class _Plan:
-    """What does not change between two calls of one kind."""
+class _Sizes:
+    """Sizes of one problem, and what follows from them for every kernel."""
 
-    forward: Tile
-    key_passes: tuple[tuple[Tile, bool, bool], ...]  # (tile, make d_k, make d_v): one pass, or two for wide heads
-    dq: Tile
-    block_d: int
-    block_dv: int
-    kv_group: int
-    precision: str
-    head_group: int
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    capability: tuple[int, int]
+    low: int | None
+    high: int | None
 
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, low: int | None, high: int | None) -> _Sizes:
+        capability = (0, 0) if INTERPRETED else torch.cuda.get_device_capability(q.device)
+        batch, query_length, heads, head_dim = q.shape
+        _, key_length, kv_heads, head_dim_v = v.shape
+        return _Sizes(
+            batch, query_length, key_length, heads, kv_heads, head_dim, head_dim_v, q.dtype, capability, low, high
+        )  # fmt: skip
 
-@lru_cache(maxsize=4096)
-def _plan(
-    device: torch.device,
-    dtype: torch.dtype,
-    shape_q: tuple[int, ...],
-    shape_k: tuple[int, ...],
-    head_dim_v: int,
-    banded: bool,
-) -> _Plan:
-    head_dim = shape_q[3]
-    block_d, block_dv = (max(16, 1 << (size - 1).bit_length()) for size in (head_dim, head_dim_v))
-    kv_group = shape_q[2] // max(1, shape_k[2])
-    capability = (0, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
-    widest = max(block_d, block_dv)
+    @property
+    def block_d(self) -> int:
+        return max(16, 1 << (self.head_dim - 1).bit_length())
 
-    def tile(kernel: Kernel) -> Tile:
-        return select_tile(kernel, widest, dtype, capability, banded)
+    @property
+    def block_dv(self) -> int:
+        return max(16, 1 << (self.head_dim_v - 1).bit_length())
 
-    split = widest >= SPLIT_KEY_PASS_FROM
-    key_passes = ((tile("dk"), True, False), (tile("dv"), False, True)) if split else ((tile("dkdv"), True, True),)
-    bytes_per_kv_head = shape_k[1] * (head_dim + head_dim_v) * dtype.itemsize
-    head_group = max(1, _L2_SHARE_BYTES // max(1, bytes_per_kv_head)) * kv_group if banded else 1
-    precision = "upcast" if INTERPRETED and dtype is not torch.float32 else "ieee"
-    return _Plan(tile("forward"), key_passes, tile("dq"), block_d, block_dv, kv_group, precision, head_group)
+    @property
+    def kv_group(self) -> int:
+        return self.heads // self.kv_heads
 
+    def tile(self, kernel: Kernel) -> Tile:
+        banded = self.low is not None or self.high is not None
+        return select_tile(kernel, max(self.block_d, self.block_dv), self.dtype, self.capability, banded)
 
-def _rows_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself where its last dimension is contiguous, else a copy."""
-    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+    def kv_heads_in_l2(self) -> int:
+        """How many K/V heads are worked on together. Without a band all programs take equally long and none need go first."""
+        if self.low is None and self.high is None:
+            return 1
+        bytes_per_head = self.key_length * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
+        return max(1, _L2_SHARE_BYTES // bytes_per_head)
 
-
-def _aligned(*tensors: Tensor) -> bool:
-    """Whether all tensors start at a multiple of 16 bytes, which decides how Triton compiles the loads."""
-    return not any(tensor.data_ptr() & 15 for tensor in tensors)
-
-
-def _key(plan: _Plan, aligned: bool, has_low: bool, has_high: bool, *tensors: Tensor) -> tuple[object, ...]:
-    """Equal for two calls that Triton compiles alike: all that its specialisation looks at."""
-    first = tensors[0]
-    return (plan, aligned, has_low, has_high, first.dtype, first.device.index, *(tensor.stride() for tensor in tensors))
+    def flags(self) -> tuple[Any, ...]:
+        """The constants that end every attention kernel's parameters."""
+        precision = "upcast" if INTERPRETED and self.dtype is not torch.float32 else "ieee"
+        even_d, even_dv = self.block_d == self.head_dim, self.block_dv == self.head_dim_v
+        return (self.kv_group, even_d, even_dv, self.low is not None, self.high is not None, precision)
 
 
 def attention_forward(
@@ -87,30 +89,23 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] fp32 of q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
-    Query i sees key j where low <= j - i <= high (None: no bound). `scale` > 0 multiplies the logits.
+    Query i sees key j where low <= j - i <= high (None: no bound). `scale` > 0 multiplies the logits. Strides are free; only a last
+    dimension that is not contiguous is copied.
     """
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    batch, query_length, heads, head_dim = q.shape
-    key_length, head_dim_v = k.shape[1], v.shape[3]
-    out = torch.empty((batch, query_length, heads, head_dim_v), dtype=q.dtype, device=q.device)
+    batch, query_length, heads, _ = q.shape
+    out = torch.empty((batch, query_length, heads, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, query_length), dtype=torch.float32, device=q.device)
-    if out.numel() == 0 and lse.numel() == 0:
+    if lse.numel() == 0:
         return out, lse
-    has_low, has_high = low is not None, high is not None
-    plan = _plan(q.device, q.dtype, tuple(q.shape), tuple(k.shape), head_dim_v, has_low or has_high)
-    tile = plan.forward
-    arguments = (
-        q, k, v, out, lse,
-        q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
-        v.stride(0), v.stride(1), v.stride(2), out.stride(0), out.stride(1), out.stride(2),
-        query_length, key_length, heads, batch * heads, plan.head_group, head_dim, head_dim_v,
-        scale * _LOG2_E, low or 0, high or 0,
-        tile.block_m, tile.block_n, plan.block_d, plan.block_dv,
-        plan.kv_group, plan.block_d == head_dim, plan.block_dv == head_dim_v, has_low, has_high, plan.precision,
-    )  # fmt: skip
-    grid_size = -(-query_length // tile.block_m) * batch * heads
-    key = _key(plan, _aligned(q, k, v), has_low, has_high, q, k, v, out)
-    _forward(key, grid_size, q.device.index, arguments, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
+    if k.shape[1] == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scale, low, high)
+    launch = _forward_launches.get(key)
+    if launch is None:
+        launch = _remember(_forward_launches, key, _prepare_forward(q, k, v, out, scale, low, high))
+    with _current_device(q):
+        launch((q, k, v, out, lse), q.get_device())
     return out, lse
 
 
@@ -120,53 +115,115 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """d_q, d_k, d_v in the inputs' shapes and dtypes, contiguous; d_out [B, Sq, Hq, Dv] in any strides, d_lse [B, Hq, Sq] or None."""
     q, k, v, out, d_out = (_rows_contiguous(tensor) for tensor in (q, k, v, out, d_out))
-    batch, query_length, heads, head_dim = q.shape
-    key_length, kv_heads, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     d_q, d_k, d_v = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
-    if lse.numel() == 0 or key_length == 0:
+    if lse.numel() == 0 or k.shape[1] == 0:
         return d_q.zero_(), d_k.zero_(), d_v.zero_()
-    has_low, has_high = low is not None, high is not None
-    plan = _plan(q.device, q.dtype, tuple(q.shape), tuple(k.shape), head_dim_v, has_low or has_high)
-    even_d, even_dv = plan.block_d == head_dim, plan.block_dv == head_dim_v
-    aligned = _aligned(q, k, v, out, d_out)
-    device_index = q.device.index
-
-    arguments: tuple[object, ...]
     delta = torch.empty_like(lse)
-    delta_rows = 64 if plan.block_dv <= 128 else 32
-    arguments = (
-        out, d_out, d_lse.contiguous() if d_lse is not None else delta, delta,
-        out.stride(0), out.stride(1), out.stride(2), d_out.stride(0), d_out.stride(1), d_out.stride(2),
-        query_length, heads, head_dim_v, delta_rows, plan.block_dv, even_dv, d_lse is not None,
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(),
+        q.dtype, q.device, scale, low, high, d_lse is None,
     )  # fmt: skip
-    key = _key(plan, aligned, d_lse is not None, even_dv, out, d_out)
-    _delta(key, -(-query_length // delta_rows) * batch * heads, device_index, arguments, {"num_warps": 4})
-
-    inputs = (q, k, v, d_out, lse, delta)
-    strides = (
-        q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
-        v.stride(0), v.stride(1), v.stride(2), d_out.stride(0), d_out.stride(1), d_out.stride(2),
-    )  # fmt: skip
-    scalars = (head_dim, head_dim_v, scale, scale * _LOG2_E, low or 0, high or 0)
-    flags = (plan.kv_group, even_d, even_dv, has_low, has_high, plan.precision)
-    key = _key(plan, aligned, has_low, has_high, q, k, v, d_out, d_q, d_k, d_v)
-
-    for tile, make_dk, make_dv in plan.key_passes:
-        arguments = (
-            *inputs, d_k, d_v, *strides, d_k.stride(0), d_k.stride(1), d_k.stride(2), d_v.stride(0), d_v.stride(1), d_v.stride(2),
-            query_length, key_length, kv_heads, batch * kv_heads, max(1, plan.head_group // plan.kv_group), *scalars,
-            tile.block_m, tile.block_n, plan.block_d, plan.block_dv, *flags, make_dk, make_dv,
-        )  # fmt: skip
-        grid_size = -(-key_length // tile.block_n) * batch * kv_heads
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        _dkdv((key, make_dk, make_dv), grid_size, device_index, arguments, options)
-
-    tile = plan.dq
-    arguments = (
-        *inputs, d_q, *strides, d_q.stride(0), d_q.stride(1), d_q.stride(2),
-        query_length, key_length, heads, batch * heads, plan.head_group, *scalars,
-        tile.block_m, tile.block_n, plan.block_d, plan.block_dv, *flags,
-    )  # fmt: skip
-    grid_size = -(-query_length // tile.block_m) * batch * heads
-    _dq(key, grid_size, device_index, arguments, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
+    launches = _backward_launches.get(key)
+    if launches is None:
+        prepared = _prepare_backward(q, k, v, out, d_out, d_q, d_k, d_v, d_lse is not None, scale, low, high)
+        launches = _remember(_backward_launches, key, prepared)
+    device_index = q.get_device()
+    with _current_device(q):
+        delta_launch, *key_launches, query_launch = launches
+        delta_launch((out, d_out, delta if d_lse is None else d_lse.contiguous(), delta), device_index)
+        for launch in key_launches:
+            launch((q, k, v, d_out, lse, delta, d_k, d_v), device_index)
+        query_launch((q, k, v, d_out, lse, delta, d_q), device_index)
     return d_q, d_k, d_v
+
+
+def _prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, low: int | None, high: int | None
+) -> PreparedLaunch:
+    sizes = _Sizes.of(q, k, v, low, high)
+    tile = sizes.tile("forward")
+    scalars = (
+        *_strides(q, k, v, out),
+        sizes.query_length, sizes.key_length, sizes.heads, sizes.batch * sizes.heads, sizes.kv_heads_in_l2() * sizes.kv_group,
+        sizes.head_dim, sizes.head_dim_v, scale * _LOG2_E, low or 0, high or 0,
+        tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(),
+    )  # fmt: skip
+    grid_size = -(-sizes.query_length // tile.block_m) * sizes.batch * sizes.heads
+    return PreparedLaunch(attention_forward_kernel, grid_size, scalars, tile.num_warps, tile.num_stages)
+
+
+def _prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor,
+    has_d_lse: bool, scale: float, low: int | None, high: int | None,
+) -> tuple[PreparedLaunch, ...]:  # fmt: skip
+    """The launches of a backward pass in order: delta, d_k and d_v (in one or two), d_q."""
+    sizes = _Sizes.of(q, k, v, low, high)
+    rows = 64 if sizes.block_dv <= 128 else 32
+    scalars: tuple[Any, ...] = (
+        *_strides(out, d_out), sizes.query_length, sizes.heads, sizes.head_dim_v,
+        rows, sizes.block_dv, sizes.block_dv == sizes.head_dim_v, has_d_lse,
+    )  # fmt: skip
+    grid_size = -(-sizes.query_length // rows) * sizes.batch * sizes.heads
+    launches = [PreparedLaunch(attention_backward_delta_kernel, grid_size, scalars, 4, 1)]
+
+    numbers = (sizes.head_dim, sizes.head_dim_v, scale, scale * _LOG2_E, low or 0, high or 0)
+    wide = max(sizes.block_d, sizes.block_dv) >= SPLIT_KEY_PASS_FROM
+    passes: tuple[tuple[Kernel, bool, bool], ...] = (("dkdv", True, True),)
+    if wide:
+        passes = (("dk", True, False), ("dv", False, True))
+    for kernel, make_dk, make_dv in passes:
+        tile = sizes.tile(kernel)
+        scalars = (
+            *_strides(q, k, v, d_out, d_k, d_v),
+            sizes.query_length, sizes.key_length, sizes.kv_heads, sizes.batch * sizes.kv_heads, sizes.kv_heads_in_l2(), *numbers,
+            tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(), make_dk, make_dv,
+        )  # fmt: skip
+        grid_size = -(-sizes.key_length // tile.block_n) * sizes.batch * sizes.kv_heads
+        launches.append(
+            PreparedLaunch(attention_backward_dkdv_kernel, grid_size, scalars, tile.num_warps, tile.num_stages)
+        )
+
+    tile = sizes.tile("dq")
+    scalars = (
+        *_strides(q, k, v, d_out, d_q),
+        sizes.query_length, sizes.key_length, sizes.heads, sizes.batch * sizes.heads, sizes.kv_heads_in_l2() * sizes.kv_group, *numbers,
+        tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(),
+    )  # fmt: skip
+    grid_size = -(-sizes.query_length // tile.block_m) * sizes.batch * sizes.heads
+    launches.append(PreparedLaunch(attention_backward_dq_kernel, grid_size, scalars, tile.num_warps, tile.num_stages))
+    return tuple(launches)
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Batch, sequence and head strides of each tensor, in elements."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+
+
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself where its last dimension is contiguous, else a copy."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+class _NoDevice:
+    """Nothing to switch: the tensors are on the current device (or on the CPU, in the interpreter)."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_NO_DEVICE = _NoDevice()
+
+
+def _current_device(tensor: Tensor) -> Any:
+    """A context in which the tensor's device is the current one, as launches need it."""
+    if INTERPRETED or tensor.get_device() == torch._C._cuda_getDevice():
+        return _NO_DEVICE
+    return torch.cuda.device(tensor.device)
+
+
+def _remember(launches: dict[Any, Any], key: Any, prepared: Any) -> Any:
+    if len(launches) >= _MOST_LAUNCHES:
+        launches.clear()
+    launches[key] = prepared
+    return prepared

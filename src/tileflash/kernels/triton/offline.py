@@ -47,18 +47,22 @@ _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 @dataclass(frozen=True)
 class Report:
-    """What one kernel compiled to. `spill_bytes` counts stores and loads; on AMD it is 4 bytes a spilled register."""
+    """What one kernel compiled to.
+
+    `spill_bytes` counts stores and loads (on AMD: 4 bytes a spilled register), `matrix_instructions` wgmma on sm_90, mma on other
+    NVIDIA targets, MFMA on AMD; `warnings` the times that ptxas had to run wgmma one after the other (C75xx).
+    """
 
     target: str
     kernel: str
     head_dim: int
     banded: bool
     dtype: str
-    tile: tuple[int, int, int, int]
+    tile: tuple[int, ...]
     registers: int
     spill_bytes: int
     shared_bytes: int
-    wgmma: int
+    matrix_instructions: int
     warnings: int
 
 
@@ -99,18 +103,18 @@ def compile_offline(target: str, kernel: str, head_dim: int, banded: bool, tile:
         source, target=TARGETS[target], options={"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     )
     read = _read_amd if TARGETS[target].backend == "hip" else _read_nvidia
-    registers, spill_bytes, wgmma, warnings = read(compiled, target)
+    registers, spill_bytes, matrix_instructions, warnings = read(compiled, target)
     return Report(
         target,
         kernel,
         head_dim,
         banded,
         _TYPE_NAMES[dtype],
-        tuple(tile),
+        (*tile,),
         registers,
         spill_bytes,
         compiled.metadata.shared,
-        wgmma,
+        matrix_instructions,
         warnings,
     )
 
@@ -137,13 +141,14 @@ def _read_nvidia(compiled: Any, target: str) -> tuple[int, int, int, int]:
     said = run.stdout + run.stderr
     spills = sum(int(count) for count in re.findall(r"(\d+) bytes spill", said))
     registers = int(re.findall(r"Used (\d+) registers", said)[0])
-    return registers, spills, compiled.asm["ptx"].count("wgmma.mma_async"), len(re.findall(r"C75\d\d", said))
+    instruction = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(target, "mma.sync")
+    return registers, spills, compiled.asm["ptx"].count(instruction), len(re.findall(r"C75\d\d", said))
 
 
 def _read_amd(compiled: Any, target: str) -> tuple[int, int, int, int]:
     text = compiled.asm["amdgcn"]
     spilled = sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text))
-    return int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0]), 4 * spilled, 0, 0
+    return int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0]), 4 * spilled, text.count("v_mfma"), 0
 
 
 def main(targets: list[str]) -> None:
