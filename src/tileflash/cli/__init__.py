@@ -1,6 +1,8 @@
-"""The `tileflash` command: one file a subcommand; heavy imports stay inside the functions so that `--help` is instant."""
+"""The `tileflash` command: one file a subcommand; heavy imports stay inside the functions: `--help` is instant."""
 
 import typer
+
+from tileflash.cli.train import train
 
 app = typer.Typer(
     name="tileflash",
@@ -9,6 +11,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+# commands
+app.command("train")(train)
 
 
 def main() -> None:

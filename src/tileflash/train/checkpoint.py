@@ -63,7 +63,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Read the checkpoint at `path` into `tensors`, in place; return its state. Its names and shapes must be the same."""
+    """Read the checkpoint at `path` into `tensors`, in place; return its state. Names and shapes must be the same."""
     from torch.distributed import checkpoint as distributed_checkpoint
 
     distributed_checkpoint.load(
@@ -152,9 +152,7 @@ def _write(aside: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any])
     distributed_checkpoint.save(tensors, storage_writer=writer, no_dist=True)
     _write_json(aside / _STATE, state)
     files = sorted(path for path in aside.rglob("*") if path.is_file())
-    entries = {
-        str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files
-    }
+    entries = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     _sync_directory(aside / _TENSORS)
     _write_json(aside / _MANIFEST, {"format": _FORMAT, "files": entries})
     _sync_directory(aside)

@@ -1,4 +1,4 @@
-"""Every setting of a training run, declared once: the flags of `tileflash train`, the keys of a TOML file, the checks."""
+"""Every setting of a training run, declared once: the flags of `tileflash train`, the keys of a TOML file, checks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ else:
     import tomli as tomllib
 
 
-def _option(
-    default: Any,
+def _facts(
     help_text: str,
     group: str,
     *,
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] = (),
-) -> Any:
-    """A field that is also a flag. `minimum` and `maximum` are allowed values themselves."""
-    metadata = {"help": help_text, "group": group, "minimum": minimum, "maximum": maximum, "choices": choices}
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
+) -> dict[str, Any]:
+    return {"help": help_text, "group": group, "minimum": minimum, "maximum": maximum, "choices": choices}
+
+
+def _option(default: Any, help_text: str, group: str, **facts: Any) -> Any:
+    """A field that is also a flag; `facts` as in `_facts`, where `minimum` and `maximum` are themselves allowed."""
+    return field(default=default, metadata=_facts(help_text, group, **facts))
 
 
 _SMALLEST = sys.float_info.min  # the smallest number that is not zero: for what must be positive
@@ -38,10 +38,12 @@ _SMALLEST = sys.float_info.min  # the smallest number that is not zero: for what
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The settings of one run; frozen, and checked here once. ValueError names the setting, its value and what it must be."""
+    """The settings of one run; frozen, checked here once. ValueError names the setting, its value, what it must be."""
 
     model: str
-    model_overrides: dict[str, Any] = _option({}, "change a field of the preset, as n_layer=2; may be repeated", "Model")
+    model_overrides: dict[str, Any] = field(
+        default_factory=dict, metadata=_facts("change a field of the preset, as n_layer=2; may be repeated", "Model")
+    )
     init_from: str | None = _option(
         None, "start from these weights: a Hugging Face directory or safetensors file, or an llm.c .bin file", "Model"
     )
@@ -88,7 +90,10 @@ class TrainConfig:
     gradient_clip: float = _option(1.0, "largest norm of the gradient; 0: not clipped", "Optimizer", minimum=0)
 
     skip_loss_z: float = _option(
-        0.0, "skip a step whose loss lies this many standard deviations above the last steps'; 0: off", "Guard", minimum=0
+        0.0,
+        "skip a step whose loss lies this many standard deviations above the last steps'; 0: off",
+        "Guard",
+        minimum=0,
     )
     skip_gradient_z: float = _option(0.0, "the same for the norm of the gradient; 0: off", "Guard", minimum=0)
     skip_window: int = _option(128, "number of last steps that the two above look at", "Guard", minimum=2)
@@ -107,9 +112,13 @@ class TrainConfig:
         False, "only operators that give the same bits each time (slower); an error where there is none", "Device"
     )
 
-    val_loss_every: int = _option(0, "validation loss every so many steps and after the last; 0: never", "Looking", minimum=0)
+    val_loss_every: int = _option(
+        0, "validation loss every so many steps and after the last; 0: never", "Looking", minimum=0
+    )
     val_max_batches: int = _option(20, "batches of one validation", "Looking", minimum=1)
-    sample_every: int = _option(0, "write a sample of text every so many steps and after the last; 0: never", "Looking", minimum=0)
+    sample_every: int = _option(
+        0, "write a sample of text every so many steps and after the last; 0: never", "Looking", minimum=0
+    )
     text_length: int = _option(64, "tokens in a sample of text, the prompt included", "Looking", minimum=1)
     prompt: str = _option("", "how samples begin; empty: at the end-of-text token", "Looking")
     temperature: float = _option(0.8, "of sampling; 0: always the most likely token", "Looking", minimum=0)
@@ -118,10 +127,14 @@ class TrainConfig:
     output: str | None = _option(
         None, "directory for checkpoints, log.jsonl and TensorBoard; without it nothing is saved", "Output"
     )
-    save_every: int = _option(0, "checkpoint every so many steps (the last is always saved); 0: only the last", "Output", minimum=0)
+    save_every: int = _option(
+        0, "checkpoint every so many steps (the last is always saved); 0: only the last", "Output", minimum=0
+    )
     keep: int = _option(3, "checkpoints to keep", "Output", minimum=1)
     resume: bool = _option(False, "go on from the last complete checkpoint of --output, if there is one", "Output")
-    load: str | None = _option(None, "go on from this checkpoint, or from the last complete one of this directory", "Output")
+    load: str | None = _option(
+        None, "go on from this checkpoint, or from the last complete one of this directory", "Output"
+    )
     log_json: str | None = _option(None, "JSON-lines log; default OUTPUT/log.jsonl", "Output")
     tensorboard: bool = _option(True, "write OUTPUT/tensorboard", "Output")
 
@@ -139,8 +152,8 @@ class TrainConfig:
         batch_tokens = self.batch_size * self.sequence_length
         if self.step_tokens % batch_tokens:
             raise ValueError(
-                f"total_batch_size is {self.step_tokens} tokens: it must be a multiple of batch_size * sequence_length = "
-                f"{self.batch_size} * {self.sequence_length} = {batch_tokens} (for example "
+                f"total_batch_size is {self.step_tokens} tokens: it must be a multiple of batch_size * sequence_length "
+                f"= {self.batch_size} * {self.sequence_length} = {batch_tokens} (for example "
                 f"{math.ceil(self.step_tokens / batch_tokens) * batch_tokens})"
             )
 
@@ -152,7 +165,9 @@ class TrainConfig:
         if self.save_every and self.output is None:
             raise ValueError(f"save_every is {self.save_every} and output is not set: output must name a directory")
         if self.init_from is not None and self.model_overrides:
-            raise ValueError("model_overrides and init_from are both set: the weights fix the model, so give one of them")
+            raise ValueError(
+                "model_overrides and init_from are both set: the weights fix the model; give one of them"
+            )
 
     @property
     def step_tokens(self) -> int:
@@ -185,6 +200,17 @@ def load_toml(path: Path) -> dict[str, Any]:
     if "model" not in settings:
         raise ValueError(f'{path} has no key "model": it must name a preset, as model = "gpt2"')
     return settings
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`n_layer=2` as ("n_layer", 2); values are written as in TOML, words without quotes are strings."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f'model_override is "{text}": it must be FIELD=VALUE, as n_layer=2')
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value.strip()
 
 
 def check_names(settings: Mapping[str, Any], where: str) -> None:

@@ -1,4 +1,4 @@
-"""What a step trains on: the micro-batches at a position counted in samples, so that a resumed run may have other batches."""
+"""What a step trains on. The position is counted in samples, so that a resumed run may have other batches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from tileflash.data import BatchLoader, TokenFiles, prepare_demo
+from tileflash.data import BatchLoader, TokenFiles, Tokenizer, prepare_demo
 from tileflash.train.config import TrainConfig
 from tileflash.train.step import IGNORED_TARGET
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's data on the device: `tokens`, `targets` int64 [M, B, S], and the number of targets that are not -100."""
+    """One step's data on the device: `tokens`, `targets` int64 [M, B, S], and how many targets are not -100."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
@@ -45,9 +45,7 @@ class DataSource:
         tokens, targets = (torch.cat(parts).view(self._shape) for parts in zip(*pieces, strict=True))
         valid_tokens = int((targets != IGNORED_TARGET).sum())  # on the CPU: no wait for the GPU
         if self._device.type == "cuda":
-            tokens, targets = (
-                part.pin_memory().to(self._device, non_blocking=True) for part in (tokens, targets)
-            )
+            tokens, targets = (part.pin_memory().to(self._device, non_blocking=True) for part in (tokens, targets))
         return StepBatch(tokens, targets, valid_tokens)
 
 
@@ -63,15 +61,24 @@ def validation_batches(
         yield tokens.to(device), targets.to(device)
 
 
-def open_data(config: TrainConfig, tokenizer_name: str, vocab_size: int) -> tuple[TokenFiles, TokenFiles | None]:
-    """The files of training and of validation (None: there are none). Without --input-bin, those of the demo corpus."""
+def open_data(
+    config: TrainConfig, tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[TokenFiles, TokenFiles | None]:
+    """The files of training and of validation (None: not asked for). Without --input-bin, those of the demo corpus."""
     training, validation = config.input_bin, config.input_val_bin
     if training is None:
-        directory = Path(config.data_directory or Path.home() / ".cache" / "tileflash") / f"demo-{tokenizer_name}"
-        demo = prepare_demo(directory, tokenizer_name)
+        if tokenizer is None:
+            raise ValueError(
+                f"input_bin is not set: a vocabulary of {vocab_size} is too small for the demo corpus (257)"
+            )
+        directory = Path(config.data_directory or Path.home() / ".cache" / "tileflash") / f"demo-{tokenizer.name}"
+        path = None if config.tokenizer_path is None else Path(config.tokenizer_path)
+        demo = prepare_demo(directory, tokenizer.name, path)
         training = str(demo[0])
         validation = validation or str(demo[1])
     files = TokenFiles(training, vocab_size)
-    if config.val_loss_every and validation is None:
+    if not config.val_loss_every:
+        return files, None
+    if validation is None:
         raise ValueError("val_loss_every is set and input_val_bin is not: it must name the validation tokens")
-    return files, TokenFiles(validation, vocab_size) if config.val_loss_every and validation is not None else None
+    return files, TokenFiles(validation, vocab_size)

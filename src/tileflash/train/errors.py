@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tileflash.train.config import TrainConfig
 
 
-class TrainingStopped(RuntimeError):
+class TrainingStoppedError(RuntimeError):
     """The run cannot go on: too many skipped steps, weights that are not finite."""
 
 
@@ -19,12 +19,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or none could be read."""
 
 
-class TrainingOutOfMemory(RuntimeError):
+class TrainingOutOfMemoryError(RuntimeError):
     """The device's (or the host's) memory did not suffice."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` means that memory ran out, on a GPU or on the CPU (where PyTorch has no class of its own for it)."""
+    """Whether `error` means that memory ran out, on a GPU or on the CPU (for which PyTorch has no class of its own)."""
     import torch
 
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
@@ -52,8 +52,8 @@ def _remedies(config: TrainConfig) -> list[str]:
     smaller = next((size for size in range(config.batch_size // 2, 0, -1) if config.batch_size % size == 0), None)
     if smaller is not None:
         remedies.append(
-            f"--batch-size {smaller} --total-batch-size {config.step_tokens} (now {config.batch_size}: the same step, in "
-            f"{config.step_samples // smaller} parts)"
+            f"--batch-size {smaller} --total-batch-size {config.step_tokens} (now {config.batch_size}: the same step "
+            f"in {config.step_samples // smaller} parts)"
         )
     if config.sequence_length > 1:
         remedies.append(f"a shorter --sequence-length (now {config.sequence_length})")

@@ -1,4 +1,4 @@
-"""What keeps one bad batch from ruining a run: steps with NaN, Inf or a spike are skipped, counted, and end in a stop."""
+"""What keeps one bad batch from ruining a run: steps with NaN, Inf or a spike are skipped; too many are the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from typing import Any
 
-from tileflash.train.errors import TrainingStopped
+from tileflash.train.errors import TrainingStoppedError
 from tileflash.train.step import Limits
 
 _LARGEST_FP32 = 3.4028234663852886e38  # with no other limit: whatever is finite
@@ -34,7 +34,7 @@ class SpikeGuard:
         return Limits(loss, gradient_norm)
 
     def record(self, step: int, loss: float, gradient_norm: float, skipped: bool) -> str | None:
-        """Take note of a step; return why it was skipped, or None. TrainingStopped after too many in a row."""
+        """Take note of a step; return why it was skipped, or None. TrainingStoppedError after too many in a row."""
         if not skipped:
             self._skips_in_a_row = 0
             self._windows[0].append(loss)
@@ -44,10 +44,10 @@ class SpikeGuard:
         self._skips_in_a_row += 1
         reason = self._reason(loss, gradient_norm)
         if self._skips_in_a_row >= self._max_skips_in_a_row:
-            raise TrainingStopped(
-                f"stopped at step {step}: {self._skips_in_a_row} steps in a row were skipped, the last because {reason}. "
-                "The weights are those of before these steps. Try a lower --learning-rate, more --warmup-iterations, or "
-                "--dtype float32; --max-skips-in-a-row sets when to stop"
+            raise TrainingStoppedError(
+                f"stopped at step {step}: {self._skips_in_a_row} steps in a row were skipped, the last because {reason}."
+                " The weights are those of before these steps. Try a lower --learning-rate, more --warmup-iterations or"
+                " --dtype float32; --max-skips-in-a-row sets when to stop"
             )
         return reason
 

@@ -11,7 +11,7 @@ from tileflash.train.logs import Terminal
 
 
 class Interrupt:
-    """While in force (a context manager), `requested` turns true at the first signal; the second is a KeyboardInterrupt.
+    """While in force (a context manager), the first signal makes `requested` true, the second is a KeyboardInterrupt.
 
     Outside the main thread Python allows no handlers; then nothing is changed.
     """

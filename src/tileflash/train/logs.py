@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ _REDRAW_S = 0.1
 
 
 class Terminal:
-    """Lines on stdout; on a terminal with a progress bar below them, elsewhere (a file, a pipe) nothing but the lines."""
+    """Lines on stdout; on a terminal with a progress bar below them, elsewhere (a file, a pipe) just the lines."""
 
     def __init__(self, last_step: int) -> None:
         self._progress: Any = None
@@ -48,7 +49,8 @@ class Terminal:
         self.say(metrics.line(self._last_step))
         if metrics.skip_reason is not None:
             self.say(
-                f"step {metrics.step} skipped: {metrics.skip_reason}; weights untouched ({metrics.skipped} skipped so far)"
+                f"step {metrics.step} skipped: {metrics.skip_reason}; weights untouched "
+                f"({metrics.skipped} skipped so far)"
             )
         if self._progress is not None:
             now = time.monotonic()
@@ -98,14 +100,18 @@ class JsonLog:
 class TensorBoardLog:
     """Scalars and texts for TensorBoard; nothing where `directory` is None."""
 
-    def __init__(self, directory: Path | None, *, resumed_step: int | None = None) -> None:
+    def __init__(self, directory: Path | None, *, say: Callable[[str], None], resumed_step: int | None = None) -> None:
         self._writer: Any = None
-        if directory is not None:
+        if directory is None:
+            return
+        try:
             from torch.utils.tensorboard import SummaryWriter
-
-            # What a killed run wrote of later steps is hidden: they come again.
-            purge_step = None if resumed_step is None else resumed_step + 1
-            self._writer = SummaryWriter(str(directory), purge_step=purge_step)  # type: ignore[no-untyped-call]
+        except ImportError as error:
+            say(f"no TensorBoard log: {error} (pip install tensorboard, or --no-tensorboard)")
+            return
+        # What a killed run wrote of later steps is hidden: they come again.
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
 
     def step(self, metrics: StepMetrics) -> None:
         """The step's figures."""
@@ -155,3 +161,55 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_jsonable(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Logs:
+    """All three of them: what one is told, all are, each in its own way."""
+
+    def __init__(self, terminal: Terminal, json_log: JsonLog, board: TensorBoardLog) -> None:
+        self._terminal, self._json, self._board = terminal, json_log, board
+
+    def say(self, text: str) -> None:
+        """To the terminal alone."""
+        self._terminal.say(text)
+
+    def start(self, facts: dict[str, Any], *, resumed_step: int | None) -> None:
+        """The run's facts, the first event of the log; a sitting that goes on with a log adds an event `resume`."""
+        goes_on = resumed_step is not None and not self._json.is_new
+        self._json.write({"event": "resume", "step": resumed_step, **facts} if goes_on else {"event": "start", **facts})
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step."""
+        self._terminal.step(metrics)
+        self._json.write(metrics.event())
+        self._board.step(metrics)
+
+    def validation(self, step: int, loss: float) -> None:
+        """A validation loss."""
+        self._terminal.say(f"validation loss {loss:.6f} at step {step}")
+        self._json.write({"event": "validation", "step": step, "loss": loss})
+        self._board.validation(step, loss)
+
+    def sample(self, step: int, text: str | None, error: str | None) -> None:
+        """A sample of text, or why there is none."""
+        if text is None:
+            self._terminal.say(f"no sample at step {step}: {error}")
+            self._json.write({"event": "sample", "step": step, "error": error})
+            return
+        self._terminal.say(f"sample at step {step}:\n{text}\n---")
+        self._json.write({"event": "sample", "step": step, "text": text})
+        self._board.sample(step, text)
+
+    def end(self, status: str, message: str) -> None:
+        """The last event: "finished", "interrupted", "out_of_memory" or "failed"."""
+        self._json.write({"event": "end", "status": status, "message": message})
+
+    def flush(self) -> None:
+        """Write out what is held back."""
+        self._board.flush()
+
+    def close(self) -> None:
+        """Close all of them."""
+        self._json.close()
+        self._board.close()
+        self._terminal.close()

@@ -31,7 +31,7 @@ class StepMetrics:
     skip_reason: str | None = None
 
     def line(self, last_step: int) -> str:
-        """The log line in the field's form (InfiniTrain's); MB are of 2^20 bytes. The four sizes are the ranks' mesh."""
+        """The log line in InfiniTrain's form; MB are of 2^20 bytes; DP, TP, SP, PP are the sizes of the ranks' mesh."""
         return (
             f"step {self.step}/{last_step} | train loss {self.train_loss:.6f} | lr {self.learning_rate:.2e} | "
             f"({self.step_ms:.2f} ms | {self.tokens_per_s:.0f} tok/s | peak used: {self.peak_used_bytes >> 20} MB | "

@@ -1,4 +1,4 @@
-"""AdamW with the habits of GPT training: decay on matrices only, betas 0.9 and 0.95, one fused kernel for all weights."""
+"""AdamW with the habits of GPT training: decay on matrices only, betas 0.9 and 0.95, fused over all weights."""
 
 from __future__ import annotations
 

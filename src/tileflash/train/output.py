@@ -62,7 +62,9 @@ class Output(AbstractContextManager["Output"]):
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"output is {path}: another run is writing to it; it must be a directory of its own") from None
+            raise ValueError(
+                f"output is {path}: another run is writing to it; it must be a directory of its own"
+            ) from None
         remove_leftovers(path)
 
     def _find(self) -> Path | None:
@@ -76,8 +78,8 @@ class Output(AbstractContextManager["Output"]):
         there = checkpoints(self.path) if self.path is not None else []
         if there:
             raise ValueError(
-                f"output is {self.path}: it has checkpoints (the last of step {there[-1][0]}); add --resume to go on from "
-                "them, or choose another directory"
+                f"output is {self.path}: it has checkpoints (the last of step {there[-1][0]}); add --resume to go on "
+                "from them, or choose another directory"
             )
         if self._config.load is None:
             return None

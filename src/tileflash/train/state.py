@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,8 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     ]
 
 
-def gather_tensors(
-    model: nn.Module, optimizer: torch.optim.AdamW, sampling: torch.Generator, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """All tensors that a checkpoint holds, by name; weights and moments are the very tensors in use, not copies.
+def gather_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
+    """The tensors of model and optimizer, by name: the very tensors in use, not copies.
 
     Moments that do not exist yet (before the first step) are made here as zeros, so that there is always something to
     load into.
@@ -46,19 +45,22 @@ def gather_tensors(
         tensors |= {f"optimizer.{name}.{key}": moments[key] for key in ("step", *_MOMENTS)}
     persistent = model.state_dict(keep_vars=True)
     tensors |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
-    tensors["random.cpu"] = torch.get_rng_state()
-    tensors["random.sampling"] = sampling.get_state()
-    if device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
     return tensors
 
 
-def apply_random_states(tensors: dict[str, torch.Tensor], sampling: torch.Generator, device: torch.device) -> None:
-    """Set the random generators to the states in `tensors`, which, unlike weights, are copies."""
-    torch.set_rng_state(tensors["random.cpu"])
-    sampling.set_state(tensors["random.sampling"])
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of the states of PyTorch's global generators of the CPU and of `device`, by name."""
+    states = {"random.cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["random.cuda"], device)
+        states["random.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def apply_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what `random_states` gave."""
+    torch.set_rng_state(states["random.cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["random.cuda"], device)
 
 
 @torch.no_grad()
@@ -67,3 +69,21 @@ def weights_are_finite(model: nn.Module) -> bool:
     # The largest magnitude is NaN or Inf if any of them is, and cannot overflow as a sum could.
     weights = [parameter.detach() for parameter in model.parameters()]
     return bool(nn.utils.get_total_norm(weights, norm_type=float("inf")).isfinite())
+
+
+def check_same_model(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path) -> None:
+    """ValueError that names every field in which the models differ."""
+    if current["family"] != "gpt2":
+        # Positions of rotary models are computed, not learned: a run may go on with longer sequences.
+        saved = {**saved, "max_sequence_length": current["max_sequence_length"]}
+    changed = differences(saved, current)
+    if changed:
+        raise ValueError(
+            f"{checkpoint} holds another model than this run's ({'; '.join(changed)}): to go on it must be the same"
+        )
+
+
+def resume_sample(state: dict[str, Any], sequence_length: int) -> int:
+    """Samples of `sequence_length` tokens that lie behind a checkpoint, whatever its own batch and length were."""
+    tokens: int = state["sample"] * state["config"]["sequence_length"]
+    return tokens // sequence_length

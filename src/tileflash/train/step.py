@@ -1,4 +1,4 @@
-"""One optimizer step: forward, loss, backward over the micro-batches, clipping, update. Nothing here waits for the GPU."""
+"""One optimizer step: forward, loss, backward by micro-batches, clipping, update. Nothing here waits for the GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def forward_backward(
 ) -> torch.Tensor:
     """Loss (fp32, on the device) of the whole step; leaves its gradient in the weights.
 
-    `tokens`, `targets`: int64 [M, B, S], M micro-batches. The loss is the sum over the valid tokens of all micro-batches
+    `tokens`, `targets`: int64 [M, B, S], M micro-batches. The loss is the sum over the valid tokens of all of them
     divided by their number. (A mean of the micro-batches' means would weigh tokens of a sparse micro-batch more.)
     """
     total = torch.zeros((), device=tokens.device)
@@ -62,7 +62,7 @@ def train_step(
     gradient_clip: float,
     limits: Limits,
 ) -> torch.Tensor:
-    """Do one step; return fp32 [3] on the device: loss, norm of the gradient before clipping, 1 if it was skipped else 0.
+    """Do one step; return fp32 [3] on the device: loss, gradient norm before clipping, 1 if it was skipped else 0.
 
     Whether to skip is decided on the device: the fused optimizer leaves weights, moments and its own step count alone
     where `found_inf` is 1. So the host, which at small batches is what limits the speed, waits once a step, when it
