@@ -2,7 +2,11 @@
 
 import typer
 
-from tileflash.cli.train import train
+from tileflash.cli.bench import app as bench_app
+from tileflash.cli.data import app as data_app
+from tileflash.cli.report import report
+from tileflash.cli.train import train as train_command
+from tileflash.cli.weights import weights_app
 
 app = typer.Typer(
     name="tileflash",
@@ -13,7 +17,11 @@ app = typer.Typer(
 )
 
 # commands
-app.command("train")(train)
+app.command("train")(train_command)
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+app.command("report")(report)
+app.add_typer(weights_app, name="weights")
 
 
 def main() -> None:

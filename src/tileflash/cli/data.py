@@ -41,8 +41,10 @@ def prepare(
 
     codec = get_tokenizer(tokenizer, tokenizer_path)
     columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("encoding", total=sum(path.stat().st_size for path in texts))
+    console = Console(stderr=True)
+    total_bytes = sum(path.stat().st_size for path in texts)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("encoding", total=total_bytes)
         dataset = prepare_files(
             texts,
             codec,

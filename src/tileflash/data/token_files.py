@@ -20,7 +20,7 @@ class TokenFiles:
     """The tokens of all files that match, one after another: `len(files)` tokens, `files.read(start, stop)`.
 
     `pattern`: a path, a glob such as `data/train*.bin`, or a list of them; matches are sorted by name.
-    Files are mapped, not loaded. With `vocab_size`, every id is checked once, here, so that no kernel meets a wild index.
+    Files are mapped, not loaded. With `vocab_size`, every id is checked once, here: no kernel meets a wild index.
 
     ValueError: no match, a bad file (see `open_token_file`), files of both kinds mixed, an id >= vocab_size.
     """

@@ -165,9 +165,7 @@ class TrainConfig:
         if self.save_every and self.output is None:
             raise ValueError(f"save_every is {self.save_every} and output is not set: output must name a directory")
         if self.init_from is not None and self.model_overrides:
-            raise ValueError(
-                "model_overrides and init_from are both set: the weights fix the model; give one of them"
-            )
+            raise ValueError("model_overrides and init_from are both set: the weights fix the model; give one of them")
 
     @property
     def step_tokens(self) -> int:
