@@ -14,6 +14,9 @@ from tileflash.train.config import TrainConfig, load_toml, parse_override
 
 INTERRUPTED, OUT_OF_MEMORY, FAILED = 130, 3, 1  # exit statuses; 2 is bad input
 
+# Named here, not read from tileflash.models, which would load PyTorch for `--help`; a test compares them.
+_PRESETS = "gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama3-tiny, llama3-1b, llama3-3b, llama3-8b"
+
 _HELP = """Train GPT-2 or LLaMA-3 on one device, from a preset or from a TOML file whose keys are the flags' names.
 
 Examples:
@@ -79,7 +82,9 @@ def _signature() -> inspect.Signature:
         inspect.Parameter(
             "model",
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            annotation=Annotated[str, typer.Argument(metavar="MODEL|FILE.toml", help="A preset, or a TOML file.")],
+            annotation=Annotated[
+                str, typer.Argument(metavar="MODEL|FILE.toml", help=f"A preset ({_PRESETS}), or a TOML file.")
+            ],
         ),
     ]
     for setting in dataclasses.fields(TrainConfig):

@@ -15,7 +15,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,9 @@ def load_checkpoint(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, A
     """Read the checkpoint at `path` into `tensors`, in place; return its state. Names and shapes must be the same."""
     from torch.distributed import checkpoint as distributed_checkpoint
 
-    distributed_checkpoint.load(
-        tensors, storage_reader=distributed_checkpoint.FileSystemReader(path / _TENSORS), no_dist=True
-    )
+    reader = distributed_checkpoint.FileSystemReader(path / _TENSORS)
+    with _quiet():
+        distributed_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     return read_state(path)
 
 
@@ -149,13 +151,22 @@ def _write(aside: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any])
     from torch.distributed import checkpoint as distributed_checkpoint
 
     writer = distributed_checkpoint.FileSystemWriter(aside / _TENSORS, sync_files=True)
-    distributed_checkpoint.save(tensors, storage_writer=writer, no_dist=True)
+    with _quiet():
+        distributed_checkpoint.save(tensors, storage_writer=writer, no_dist=True)
     _write_json(aside / _STATE, state)
     files = sorted(path for path in aside.rglob("*") if path.is_file())
     entries = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     _sync_directory(aside / _TENSORS)
     _write_json(aside / _MANIFEST, {"format": _FORMAT, "files": entries})
     _sync_directory(aside)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without PyTorch's warning that there is one process: `no_dist` says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

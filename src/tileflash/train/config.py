@@ -113,16 +113,19 @@ class TrainConfig:
     )
 
     val_loss_every: int = _option(
-        0, "validation loss every so many steps and after the last; 0: never", "Looking", minimum=0
+        0, "validation loss every so many steps and after the last; 0: never", "Evaluation", minimum=0
     )
-    val_max_batches: int = _option(20, "batches of one validation", "Looking", minimum=1)
+    val_max_batches: int = _option(20, "batches of one validation", "Evaluation", minimum=1)
     sample_every: int = _option(
-        0, "write a sample of text every so many steps and after the last; 0: never", "Looking", minimum=0
+        0,
+        "write a sample of text every so many steps and after the last; 0: never",
+        "Evaluation",
+        minimum=0,
     )
-    text_length: int = _option(64, "tokens in a sample of text, the prompt included", "Looking", minimum=1)
-    prompt: str = _option("", "how samples begin; empty: at the end-of-text token", "Looking")
-    temperature: float = _option(0.8, "of sampling; 0: always the most likely token", "Looking", minimum=0)
-    top_k: int = _option(50, "sample among this many most likely tokens; 0: among all", "Looking", minimum=0)
+    text_length: int = _option(64, "tokens in a sample of text, the prompt included", "Evaluation", minimum=1)
+    prompt: str = _option("", "how samples begin; empty: at the end-of-text token", "Evaluation")
+    temperature: float = _option(0.8, "of sampling; 0: always the most likely token", "Evaluation", minimum=0)
+    top_k: int = _option(50, "sample among this many most likely tokens; 0: among all", "Evaluation", minimum=0)
 
     output: str | None = _option(
         None, "directory for checkpoints, log.jsonl and TensorBoard; without it nothing is saved", "Output"

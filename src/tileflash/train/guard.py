@@ -45,9 +45,9 @@ class SpikeGuard:
         reason = self._reason(loss, gradient_norm)
         if self._skips_in_a_row >= self._max_skips_in_a_row:
             raise TrainingStoppedError(
-                f"stopped at step {step}: {self._skips_in_a_row} steps in a row were skipped; at the last {reason}"
-                ". The weights are those of before these steps. Try a lower --learning-rate, more --warmup-iterations or"
-                " --dtype float32; --max-skips-in-a-row sets when to stop"
+                f"stopped at step {step}: {self._skips_in_a_row} steps in a row were skipped; at the last {reason}. "
+                "The weights are those of before these steps. Try a lower --learning-rate, more --warmup-iterations "
+                "or --dtype float32; --max-skips-in-a-row sets when to stop"
             )
         return reason
 
