@@ -30,7 +30,9 @@ def run(config: TrainConfig) -> TrainResult:
         stack.enter_context(_deterministic(config.deterministic))
         output = stack.enter_context(Output(config, terminal.say))
         setup = prepare_setup(config)
-        resumed_step = None if output.checkpoint is None else _check_checkpoint(output.checkpoint, config, setup, terminal)
+        resumed_step = (
+            None if output.checkpoint is None else _check_checkpoint(output.checkpoint, config, setup, terminal)
+        )
         logs = Logs(
             terminal,
             JsonLog(output.log_path, resumed_step=resumed_step),
