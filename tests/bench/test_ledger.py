@@ -17,10 +17,10 @@ from tileflash.bench.ledger import from_json, to_json
 # The line that DESIGN section 6 shows.
 DESIGN = (
     '{"run": "a", "date": "2026-12-01T09:30:00Z", "commit": "abc1234", "gpu": "NVIDIA H200", "versions": {"torch": '
-    '"2.11.0+cu130", "triton": "3.6.0", "driver": "580.159.04"}, "suite": "attention", "case": {"direction": '
-    '"forward", "batch": 4, "heads": 16, "kv_heads": 16, "seq": 4096, "head_dim": 128, "mask": "causal", "dtype": "bfloat16"}, '
-    '"variant": "tileflash-hopper", "metric": "time_ms", "median": 0.41, "low": 0.40, "high": 0.43, "repeats": 5, '
-    '"limit": 0.35, "flags": []}'
+    '"2.11.0+cu130", "triton": "3.6.0", "driver": "580.159.04"}, "suite": "attention", "case": '
+    '{"direction": "forward", "batch": 4, "heads": 16, "kv_heads": 16, "seq": 4096, "head_dim": 128, "mask": "causal", '
+    '"dtype": "bfloat16"}, "variant": "tileflash-hopper", "metric": "time_ms", "median": 0.41, "low": 0.40, '
+    '"high": 0.43, "repeats": 5, "limit": 0.35, "flags": []}'
 )
 LINE = from_json(DESIGN)
 
