@@ -77,5 +77,5 @@ def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_a_real_out_of_memory_is_told(tmp_path: Path) -> None:
-    with pytest.raises(TrainingOutOfMemoryError, match=r"more were asked for; this run holds .* --batch-size"):
+    with pytest.raises(TrainingOutOfMemoryError, match=r"(?s)more were asked for; this run holds .* --batch-size"):
         train(config(tmp_path, batch_size=2**9, sequence_length=800, model_overrides={"n_head": 128}))

