@@ -62,10 +62,12 @@ class Report:
     warnings: int
 
 
-def shipped_configurations(target: str, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)) -> Iterator[tuple[str, int, bool, Tile]]:
+def shipped_configurations(
+    target: str, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)
+) -> Iterator[tuple[str, int, bool, Tile]]:
     """(kernel, head dimension, banded, tile) of everything that `tileflash.attention` launches on the target."""
     gpu = TARGETS[target]
-    capability = divmod(gpu.arch, 10) if gpu.backend == "cuda" else (9, 4)
+    capability = divmod(int(gpu.arch), 10) if gpu.backend == "cuda" else (9, 4)
     for head_dim in head_dims:
         key_passes: tuple[Kernel, ...] = ("dk", "dv") if head_dim >= SPLIT_KEY_PASS_FROM else ("dkdv",)
         kernels: tuple[Kernel, ...] = ("forward", *key_passes, "dq")
@@ -86,14 +88,30 @@ def compile_offline(target: str, kernel: str, head_dim: int, banded: bool, tile:
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature = {name: _type_of(name, dtype) if name not in constants else "constexpr" for name in function.arg_names}
     # Strides, head dimensions and addresses are multiples of 16 in every case that matters.
-    divisible = [i for i, name in enumerate(function.arg_names) if name.endswith("_ptr") or name.startswith("stride") or name in ("D", "DV")]
+    divisible = [
+        i
+        for i, name in enumerate(function.arg_names)
+        if name.endswith("_ptr") or name.startswith("stride") or name in ("D", "DV")
+    ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
     source = ASTSource(function, signature, constants, attributes)
-    compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": tile.num_warps, "num_stages": tile.num_stages})
+    compiled = triton.compile(
+        source, target=TARGETS[target], options={"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    )
     read = _read_amd if TARGETS[target].backend == "hip" else _read_nvidia
     registers, spill_bytes, wgmma, warnings = read(compiled, target)
     return Report(
-        target, kernel, head_dim, banded, _TYPE_NAMES[dtype], tuple(tile), registers, spill_bytes, compiled.metadata.shared, wgmma, warnings
+        target,
+        kernel,
+        head_dim,
+        banded,
+        _TYPE_NAMES[dtype],
+        tuple(tile),
+        registers,
+        spill_bytes,
+        compiled.metadata.shared,
+        wgmma,
+        warnings,
     )
 
 
@@ -107,7 +125,9 @@ def _type_of(name: str, dtype: torch.dtype) -> str:
 
 def _read_nvidia(compiled: Any, target: str) -> tuple[int, int, int, int]:
     """Assembles the PTX once more, because only `ptxas -v` tells of spills and of wgmma that it had to serialise (C75xx)."""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if target == "sm_100" else "ptxas")
+    ptxas = (
+        Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if target == "sm_100" else "ptxas")
+    )
     architecture = target + ("a" if target in ("sm_90", "sm_100") else "")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
