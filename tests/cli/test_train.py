@@ -91,14 +91,16 @@ def test_help_loads_neither_models_nor_the_trainer() -> None:
 
 
 def test_a_run(tmp_path: Path, tokens: Path) -> None:
-    done = run(*common(tokens, "--num-iteration", 3, "--log-json", tmp_path / "log", "--flash", "--dtype", "bfloat16"))
+    done = run(
+        *common(tokens, "--num-iteration", 3, "--log-json", tmp_path / "log", "--flash", "--attention-backend", "sdpa")
+    )
     assert done.exit_code == 0, done.output
     assert [line[:8] for line in done.output.splitlines() if line.startswith("step")] == [
         "step 1/3",
         "step 2/3",
         "step 3/3",
     ]
-    assert "attention: tileflash.attention: " in done.output
+    assert "attention: tileflash.attention: sdpa" in done.output
     settings = config_of(tmp_path / "log")
     assert (settings["flash"], settings["num_iteration"], settings["total_batch_size"]) == (True, 3, 64)
     assert settings["model_overrides"] == {"n_layer": 1, "n_embd": 32, "n_head": 2}
