@@ -1,10 +1,11 @@
-"""The `tileflash` command: one file a subcommand; heavy imports stay inside the functions so that `--help` is instant."""
+"""The `tileflash` command: one file a subcommand; heavy imports stay inside the functions: `--help` is instant."""
 
 import typer
 
 from tileflash.cli.bench import app as bench_app
 from tileflash.cli.data import app as data_app
 from tileflash.cli.report import report
+from tileflash.cli.train import train as train_command
 from tileflash.cli.weights import weights_app
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 
 # commands
+app.command("train")(train_command)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command("report")(report)

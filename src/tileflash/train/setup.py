@@ -1,0 +1,159 @@
+"""From settings to facts: the device, precision, model, tokenizer, data and attention of a run. Takes no memory yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tileflash.data import TokenFiles, Tokenizer, get_tokenizer, read_dataset
+from tileflash.models import AttentionFunction, ModelConfig, model_config, unfused_attention
+from tileflash.train.config import TrainConfig
+from tileflash.train.data_source import open_data
+
+_GPT2_VOCABULARY = 50257
+_BYTES_VOCABULARY = 257
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run consists of, all of it checked. `attention_name` says in words what computes attention."""
+
+    device: torch.device
+    dtype: torch.dtype
+    model: ModelConfig
+    attention: AttentionFunction
+    attention_name: str
+    tokenizer: Tokenizer | None
+    training: TokenFiles
+    validation: TokenFiles | None
+    notes: tuple[str, ...]
+
+
+def prepare_setup(config: TrainConfig) -> Setup:
+    """Resolve and check everything that `config` leaves open. ValueError names what does not fit."""
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    model, notes = _model(config)
+    tokenizer = _tokenizer(config, model.vocab_size)
+    training, validation = open_data(config, tokenizer, model.vocab_size)
+    attention, attention_name = _attention(config, model, device, dtype)
+    return Setup(device, dtype, model, attention, attention_name, tokenizer, training, validation, tuple(notes))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f'device is "{name}": it must be auto, cpu, cuda or cuda:N')
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f'device is "{name}": PyTorch {torch.__version__} sees no GPU here; it must be cpu or auto')
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f'device is "{name}": there are {torch.cuda.device_count()} GPUs, numbered from 0')
+    torch.cuda.set_device(index)  # kernels launched by Triton go to the current device
+    return torch.device("cuda", index)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        # Not is_bf16_supported(): it also says yes where bfloat16 is emulated.
+        native = device.type == "cuda" and (
+            torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+        )
+        return torch.bfloat16 if native else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _model(config: TrainConfig) -> tuple[ModelConfig, list[str]]:
+    """The model's configuration, long enough for the run's sequences, and what the user should know of it."""
+    if config.init_from is not None:
+        model = _stored_model(config.model, config.init_from)
+        if model.family == "gpt2" and config.sequence_length > model.max_sequence_length:
+            raise ValueError(
+                f"sequence_length is {config.sequence_length}: the weights at {config.init_from} have learned "
+                f"{model.max_sequence_length} positions; it must be at most that"
+            )
+        notes = [f"weights from {config.init_from}"]
+    else:
+        model, notes = model_config(config.model, **config.model_overrides), []
+    longest = model.max_sequence_length
+    if config.sequence_length <= longest:
+        return model, notes
+    if "max_sequence_length" in config.model_overrides:
+        raise ValueError(
+            f"sequence_length is {config.sequence_length} and max_sequence_length {longest}: it must be at most that"
+        )
+    notes.append(f"{config.model} has {longest} positions; this run's has {config.sequence_length}")
+    return dataclasses.replace(model, max_sequence_length=config.sequence_length), notes
+
+
+def _stored_model(name: str, path: str) -> ModelConfig:
+    """The configuration of the weights at `path`; ValueError if `name` is a preset of another size."""
+    from tileflash.weights import config_from_path
+
+    stored, preset = config_from_path(path), model_config(name)
+    sizes = ("family", "n_layer", "n_head", "n_kv_head", "n_embd", "vocab_size")
+    different = [
+        f"{size}: {getattr(preset, size)} -> {getattr(stored, size)}"
+        for size in sizes
+        if getattr(preset, size) != getattr(stored, size)
+    ]
+    if different:
+        raise ValueError(
+            f"model is {name}, but init_from is {path}, which holds another model ({'; '.join(different)})"
+        )
+    return stored
+
+
+def _tokenizer(config: TrainConfig, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer asked for; else the one the data was made with; else the one that fits the vocabulary.
+
+    None where the run has no use for one, or there is none: only the demo corpus and samples of text need it.
+    """
+    if config.tokenizer is None and config.input_bin is not None and not config.sample_every:
+        return None
+    name = config.tokenizer
+    if name is None and config.input_bin is not None:
+        dataset = read_dataset(Path(config.input_bin).parent)
+        # Llama-3's own needs a file that only the user can name.
+        name = dataset.tokenizer if dataset is not None and dataset.tokenizer != "llama3" else None
+    if name is None:
+        name = "gpt2" if vocab_size >= _GPT2_VOCABULARY else "bytes" if vocab_size >= _BYTES_VOCABULARY else None
+    if name is None:
+        return None
+    try:
+        return get_tokenizer(name, None if config.tokenizer_path is None else Path(config.tokenizer_path))
+    except ValueError as error:
+        if config.tokenizer is not None:
+            raise
+        raise ValueError(f"{error}; or choose another with --tokenizer, as --tokenizer bytes") from error
+
+
+def _attention(
+    config: TrainConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[AttentionFunction, str]:
+    if not config.flash:
+        return unfused_attention, "unfused chain of small operators (the baseline; --flash for fused kernels)"
+    import tileflash
+
+    backend = config.attention_backend
+
+    def example(heads: int) -> torch.Tensor:  # [B, S, H, D], of no size in memory
+        one_head = torch.empty(model.head_dim, device=device, dtype=dtype, requires_grad=True)
+        return one_head.expand(config.batch_size, config.sequence_length, heads, model.head_dim)
+
+    q, k, v = example(model.n_head), example(model.n_kv_head), example(model.n_kv_head)
+    explanation = tileflash.explain(q, k, v, causal=True, backend=backend)
+    if explanation.choice is None:  # told before anything is built
+        raise ValueError(f'attention_backend is "{backend}": {explanation}')
+    return functools.partial(tileflash.attention, backend=backend), f"tileflash.attention: {explanation.choice}"
