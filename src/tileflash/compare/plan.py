@@ -1,4 +1,4 @@
-"""What a comparison measures and in which order: settings, schemes, repeats, and the `tileflash train` line of each run."""
+"""What a comparison measures and in which order: settings, schemes, repeats, and each run's `tileflash train` line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ LANGUAGES = ("en", "zh")
 PUBLIC_BATCH_SIZE, PUBLIC_SEQUENCE_LENGTH, PUBLIC_NUM_ITERATION, PUBLIC_DTYPE = 4, 64, 10, "bfloat16"
 
 
+def model_name(model: str) -> str:
+    """`model` as shown and as used in file names: a preset's name, or the stem of a TOML file."""
+    return Path(model).stem if model.endswith(".toml") else model
+
+
 @dataclass(frozen=True, order=True)
 class Setting:
     """One problem that both schemes are measured on; a step trains on `batch_size * sequence_length` tokens."""
@@ -33,9 +38,8 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """A file name without suffix; a model given as a TOML file contributes its stem."""
-        model = Path(self.model).stem if self.model.endswith(".toml") else self.model
-        return f"{model}-b{self.batch_size}-s{self.sequence_length}-n{self.num_iteration}-{self.dtype}"
+        """A file name without suffix."""
+        return f"{model_name(self.model)}-b{self.batch_size}-s{self.sequence_length}-n{self.num_iteration}-{self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError("models is empty; name at least one, for example gpt2")
-        if len({Path(model).stem for model in self.models}) < len(self.models):
+        if len({model_name(model) for model in self.models}) < len(self.models):
             raise ValueError(f"models is {list(self.models)}: each must be given once")
         if not self.lengths or min(self.lengths) < 1 or len(set(self.lengths)) < len(self.lengths):
             raise ValueError(f"lengths is {list(self.lengths)}; must be one or more different integers >= 1")
