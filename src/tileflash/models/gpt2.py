@@ -1,0 +1,82 @@
+"""GPT-2, plainly: it knows nothing of parallelism, precision or compilation, which act on it from outside.
+
+No dropout: current pretraining uses none, and a rate of 0 is the only one that is the same in every attention kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .config import GPT2Config
+from .layers import AttentionFunction, require_length, vocabulary_logits
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: GPT2Config, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.attention = attention
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.output = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, S, C]
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)  # each [B, S, H, D]
+        return self.output(self.attention(q, k, v, causal=True, scale=None).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.activation = nn.GELU(approximate="tanh")
+        self.down = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: GPT2Config, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.n_embd, eps=config.norm_epsilon)
+        self.attention = SelfAttention(config, attention)
+        self.mlp_norm = nn.LayerNorm(config.n_embd, eps=config.norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT2(nn.Module):
+    """tokens int64 [B, S] -> logits [B, S, vocab_size]. `attention` computes attention (see AttentionFunction)."""
+
+    def __init__(self, config: GPT2Config, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.positions = nn.Parameter(torch.empty(config.max_sequence_length, config.n_embd))
+        self.layers = nn.ModuleList(Layer(config, attention) for _ in range(config.n_layer))
+        self.norm = nn.LayerNorm(config.n_embd, eps=config.norm_epsilon)
+        self.head = None if config.tied else nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[padded_vocab_size, n_embd]: what a fused or chunked loss multiplies the features with."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens int64 [B, S] -> the normed output of the last layer [B, S, n_embd].
+
+        Raises ValueError when S is above max_sequence_length.
+        """
+        length = tokens.shape[1]
+        require_length(length, self.config.max_sequence_length)
+        x = self.embedding(tokens) + self.positions[:length]
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return vocabulary_logits(self.features(tokens), self.head_weight, self.config.vocab_size)

@@ -1,0 +1,90 @@
+"""LLaMA-3, plainly: it knows nothing of parallelism, precision or compilation, which act on it from outside.
+
+No dropout, as in LLaMA's own training.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .config import Llama3Config
+from .layers import AttentionFunction, RMSNorm, RotaryEmbedding, apply_rotary, require_length, vocabulary_logits
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; one projection gives the heads of q, then of k, then of v."""
+
+    def __init__(self, config: Llama3Config, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.attention = attention
+        self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=False)
+        self.output = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # x [B, S, C]
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, Hq + 2 Hkv, D]
+        qk, v = qkv.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
+        q, k = apply_rotary(qk, cos, sin).split([self.n_head, self.n_kv_head], dim=2)
+        return self.output(self.attention(q, k, v, causal=True, scale=None).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, config: Llama3Config) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.n_embd, config.intermediate_size, bias=False)
+        self.up = nn.Linear(config.n_embd, config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Llama3Config, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.n_embd, config.norm_epsilon)
+        self.attention = SelfAttention(config, attention)
+        self.mlp_norm = RMSNorm(config.n_embd, config.norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama3(nn.Module):
+    """tokens int64 [B, S] -> logits [B, S, vocab_size]. `attention` computes attention (see AttentionFunction)."""
+
+    def __init__(self, config: Llama3Config, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.layers = nn.ModuleList(Layer(config, attention) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_epsilon)
+        self.head = None if config.tied else nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[padded_vocab_size, n_embd]: what a fused or chunked loss multiplies the features with."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens int64 [B, S] -> the normed output of the last layer [B, S, n_embd].
+
+        Raises ValueError when S is above max_sequence_length.
+        """
+        length = tokens.shape[1]
+        require_length(length, self.config.max_sequence_length)
+        cos, sin = self.rotary(length)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return vocabulary_logits(self.features(tokens), self.head_weight, self.config.vocab_size)
