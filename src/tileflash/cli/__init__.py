@@ -2,6 +2,8 @@
 
 import typer
 
+from tileflash.cli.compare import compare
+
 app = typer.Typer(
     name="tileflash",
     help="Exact, fast attention for PyTorch, and a trainer for GPT-2 and LLaMA-3 that shows what it gains.",
@@ -9,6 +11,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# commands
+app.command("compare")(compare)
 
 
 def main() -> None:

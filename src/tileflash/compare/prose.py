@@ -43,11 +43,11 @@ PROSE: Mapping[str, tuple[str, str]] = MappingProxyType(
             "峰值占用节省 = (mem_baseline - mem_flash) / mem_baseline；为负表示 flash 占用更多。",
         ),
         "define.spread": (
-            "Figures are the median over the repeats, with the lowest and the highest beside it. Ratios are taken on "
-            "the two runs of the same repeat, then their median and spread. A difference that is not larger than "
-            "this spread (high - low; at least {floor}, and {single} where there is one repeat) is called no "
-            "measurable difference.",
-            "各数值为多次重复的中位数，旁列最低与最高值。比值先在同一次重复的两个运行之间计算，再取中位数与范围。差异"
+            "Figures are the median over the repeats, with the lowest and the highest beside it where they differ. "
+            "Ratios are taken on the two runs of the same repeat, then their median and spread. A difference that is "
+            "not larger than this spread (high - low; at least {floor}, and {single} where there is one repeat) is "
+            "called no measurable difference.",
+            "各数值为多次重复的中位数，若各次不同则旁列最低与最高值。比值先在同一次重复的两个运行之间计算，再取中位数与范围。差异"
             "不大于该范围（最高 - 最低；至少 {floor}，仅一次重复时取 {single}）时，称为没有可测量的差异。",
         ),
         "define.oom": (
