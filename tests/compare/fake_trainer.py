@@ -34,7 +34,7 @@ def main() -> int:
         names = (f"{scheme}:{args.sequence_length}", f"{scheme}:{args.sequence_length}:r{repeat}")
         return any(name in behaviour.get(kind, []) for name in names)
 
-    log = Path(args.log_json).open("w", buffering=1)
+    log = Path(args.log_json).open("w", buffering=1)  # noqa: SIM115 - it ends with the process
 
     def write(**event: object) -> None:
         log.write(json.dumps(event) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -83,9 +84,11 @@ def show_end(console: Console, findings: Findings, paragraph: str, reports: list
 
 def _table(model: str, comparisons: list[Comparison]) -> Table:
     """One row a setting: narrow enough for a terminal of 80 columns."""
-    table = Table(title=model_name(model), title_justify="left", title_style="bold")
+    table = Table(
+        title=model_name(model), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for name in ("sequence", "baseline ms", "flash ms", "speed-up", "baseline MB", "flash MB", "saving", "loss gap"):
-        table.add_column(name, justify="right")
+        table.add_column(name.replace(" ", "\n"), justify="right")
     for comparison in comparisons:
         speedup, saving, gap = comparison.speedup, comparison.memory_saving, comparison.loss_gap
         latencies, peaks = [], []

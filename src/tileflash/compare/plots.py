@@ -67,7 +67,7 @@ def speedup(comparisons: list[Comparison]) -> str:
 def losses(comparison: Comparison) -> str:
     """Both loss curves (first repeat) on one plot, and below it their difference with its largest value marked."""
     with _styled():
-        figure = _new_figure()
+        figure = _new_figure(5.0)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
         for scheme, width, dashes in ((BASELINE, 4.0, "-"), (FLASH, 1.5, "--")):
             figures = comparison.scheme(scheme)
@@ -128,13 +128,26 @@ def _by_length(comparisons: list[Comparison], attribute: str, factor: float, lab
                     linewidth=1.8,
                     label=scheme,
                 )
-        axes.set_yscale("log")
+        _value_axis(axes, comparisons, attribute, factor)
         _mark_out_of_memory(axes, comparisons)
         _length_axis(axes, [c.setting.sequence_length for c in comparisons])
         axes.set_ylabel(label)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="upper left", bbox_to_anchor=(0, 0.9))
+            axes.legend(loc="upper left")
         return _svg(figure, f"{attribute}-{model_name(comparisons[0].setting.model)}")
+
+
+def _value_axis(axes: Axes, comparisons: list[Comparison], attribute: str, factor: float) -> None:
+    """Logarithmic, with ticks at 1, 2 and 5 in plain figures, and room at the top for the marks of out of memory."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    measured = [getattr(c.scheme(s), attribute) for c in comparisons for s in SCHEMES]
+    values = [bound * factor for m in measured if m is not None for bound in (m.low, m.high)] or [1.0]
+    axes.set_yscale("log")
+    axes.set_ylim(min(values) / 1.3, max(values) * (max(values) / min(values)) ** 0.15 * 1.3)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:,.6g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _mark_out_of_memory(axes: Axes, comparisons: list[Comparison]) -> None:
@@ -145,7 +158,10 @@ def _mark_out_of_memory(axes: Axes, comparisons: list[Comparison]) -> None:
         for length in lengths:
             options: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "color": COLOURS[scheme]}
             axes.plot([length], [height], marker="x", markersize=7, clip_on=False, **options)
-            axes.text(length, height, "OOM ", ha="right", va="center", fontsize=8, **options)
+            place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+            axes.annotate(
+                "OOM", (length, height), (-6, 0), ha="right", va="center", fontsize=8, color=COLOURS[scheme], **place
+            )
 
 
 def _length_axis(axes: Axes, lengths: list[int]) -> None:
@@ -178,15 +194,15 @@ def _styled() -> Any:
     return matplotlib.rc_context(_STYLE)
 
 
-def _new_figure() -> Figure:
+def _new_figure(width_inches: float) -> Figure:
     from matplotlib.figure import Figure
 
     # Narrow, so that 10 pt text is still readable when the plot is as wide as a phone.
-    return Figure(figsize=(5.0, 3.7), layout="constrained")
+    return Figure(figsize=(width_inches, 3.5), layout="constrained")
 
 
 def _figure() -> tuple[Figure, Axes]:
-    figure = _new_figure()
+    figure = _new_figure(4.2)
     axes = figure.subplots()
     axes.grid(True, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -124,7 +124,6 @@ def _configuration(findings: Findings, say: Texts) -> list[Block]:
         (say("row.iterations"), str(config.num_iteration)),
         (say("row.dtype"), config.dtype),
         (say("row.repeats"), str(config.repeats)),
-        (say("row.order"), say("value.order", seed=config.seed)),
     ]
     if config.public_setting:
         pairs.append((say("row.public"), say("value.public")))
@@ -132,6 +131,7 @@ def _configuration(findings: Findings, say: Texts) -> list[Block]:
     return [
         Heading(2, say("heading.configuration")),
         Facts(tuple(pairs)),
+        Paragraph(say("value.order", seed=config.seed), "note"),
         Heading(3, say("heading.command")),
         command,
     ]

@@ -69,7 +69,9 @@ def _block(block: Block) -> str:
         pairs = "".join(f"<div><dt>{escape(n)}</dt><dd>{escape(v)}</dd></div>" for n, v in block.pairs)
         return f"<dl>{pairs}</dl>"
     if isinstance(block, Plots):
-        return f'<div class="plots">{"".join(map(_plot, block.plots))}</div>'
+        # Three in a row where that leaves no hole, else two.
+        columns = "three" if len(block.plots) % 3 == 0 else "two"
+        return f'<div class="plots {columns}">{"".join(map(_plot, block.plots))}</div>'
     return _table(block)
 
 

@@ -57,9 +57,9 @@ td small { display: block; font-size: .78rem; line-height: 1.3; }
 .bad, .oom { color: var(--bad); font-weight: 600; }
 .missing { color: var(--quiet); }
 td small { font-weight: 400; }
-.plots {
-  display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem; margin: 1rem 0;
-}
+.plots { display: grid; gap: 1rem; margin: 1rem 0; }
+.two { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+.three { grid-template-columns: repeat(auto-fit, minmax(min(100%, 19.5rem), 1fr)); }
 figure { margin: 0; padding: .6rem; border: 1px solid var(--rule); border-radius: 6px; break-inside: avoid; }
 figure svg { display: block; width: 100%; height: auto; max-width: 34rem; margin: 0 auto; }
 figure svg text { font-family: inherit !important; }
@@ -81,7 +81,8 @@ figcaption { font-size: .88rem; text-align: center; padding-top: .3rem; }
   .scroll { overflow: visible; border: 0; }
   table { font-size: 8pt; }
   th, td { padding: .25rem .4rem; position: static !important; }
-  .plots { grid-template-columns: 1fr 1fr; }
+  .two { grid-template-columns: 1fr 1fr; }
+  .three { grid-template-columns: 1fr 1fr 1fr; }
   h2, h3 { break-after: avoid; }
   tr, figure, .lead { break-inside: avoid; }
 }

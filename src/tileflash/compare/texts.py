@@ -91,17 +91,16 @@ TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "row.python": ("Python", "Python"),
         "row.commit": ("tileflash commit", "tileflash 提交"),
         "row.date": ("date", "日期"),
-        "row.models": ("models (parameters)", "模型（参数量）"),
+        "row.models": ("models", "模型（参数量）"),
         "row.batch": ("batch size", "批大小"),
         "row.lengths": ("sequence lengths", "序列长度"),
-        "row.iterations": ("steps per run (first not counted)", "每次运行步数（首步不计）"),
-        "row.dtype": ("compute dtype (weights float32)", "计算精度（权重为 float32）"),
+        "row.iterations": ("steps of a run", "每次运行步数"),
+        "row.dtype": ("compute dtype", "计算精度"),
         "row.repeats": ("repeats", "重复次数"),
-        "row.order": ("order of the runs", "运行顺序"),
         "value.order": (
-            "baseline and flash back to back, each in its own process; which one is first is drawn with seed {seed} "
-            "and turns round at each repeat",
-            "baseline 与 flash 紧邻运行，各自使用独立进程；先后由随机种子 {seed} 决定，每次重复交换先后",
+            "Baseline and flash run back to back, each in its own process. Which one comes first is drawn with seed "
+            "{seed} and turns round at each repeat.",
+            "baseline 与 flash 紧邻运行，各自使用独立进程；先后由随机种子 {seed} 决定，每次重复交换先后。",
         ),
         "row.public": ("public report's setting", "公开报告的配置"),
         "value.public": (
