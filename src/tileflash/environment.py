@@ -1,4 +1,4 @@
-"""Where a figure was measured: the GPU, the versions and the commit, as one flat dictionary that goes into every log and report."""
+"""Where a figure was measured: the GPU, the versions and the commit, as one flat dictionary for logs and reports."""
 
 from __future__ import annotations
 

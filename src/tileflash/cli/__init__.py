@@ -1,8 +1,13 @@
-"""The `tileflash` command: one file a subcommand; heavy imports stay inside the functions so that `--help` is instant."""
+"""The `tileflash` command: one file a subcommand; heavy imports stay inside the functions: `--help` is instant."""
 
 import typer
 
+from tileflash.cli.bench import app as bench_app
 from tileflash.cli.compare import compare
+from tileflash.cli.data import app as data_app
+from tileflash.cli.report import report
+from tileflash.cli.train import train as train_command
+from tileflash.cli.weights import weights_app
 
 app = typer.Typer(
     name="tileflash",
@@ -11,8 +16,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
 # commands
+app.command("train")(train_command)
 app.command("compare")(compare)
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+app.command("report")(report)
+app.add_typer(weights_app, name="weights")
 
 
 def main() -> None:

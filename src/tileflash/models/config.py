@@ -20,6 +20,11 @@ def _require_positive(config: object, names: tuple[str, ...]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be a positive number")
 
 
+def _require_bool(value: object, name: str) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
+
+
 def _require_divides(value: int, name: str, by: int, by_name: str) -> None:
     if value % by:
         raise ValueError(f"{name} is {value}; it must be a multiple of {by_name}, {by}")
@@ -75,6 +80,7 @@ class GPT2Config:
         sizes = ("vocab_size", "max_sequence_length", "n_layer", "n_head", "n_embd", "vocab_multiple")
         _require_positive_integers(self, sizes)
         _require_positive(self, ("norm_epsilon",))
+        _require_bool(self.tied, "tied")
         _require_divides(self.n_embd, "n_embd", self.n_head, "n_head")
 
     @property
@@ -116,6 +122,7 @@ class Llama3Config:
         sizes = ("vocab_size", "max_sequence_length", "n_layer", "n_head", "n_kv_head", "n_embd", "intermediate_size")
         _require_positive_integers(self, (*sizes, "vocab_multiple"))
         _require_positive(self, ("norm_epsilon", "rope_theta"))
+        _require_bool(self.tied, "tied")
         _require_divides(self.n_embd, "n_embd", self.n_head, "n_head")
         _require_divides(self.n_head, "n_head", self.n_kv_head, "n_kv_head")
         _require_divides(self.head_dim, "head_dim (n_embd / n_head)", 2, "the two halves that RoPE rotates")

@@ -1,0 +1,16 @@
+"""Weights in and out: Hugging Face directories (safetensors) and llm.c's `.bin` files."""
+
+from .huggingface_write import save_huggingface
+from .llmc import save_llmc
+from .load import config_from_path, load_into, load_weights, open_weights
+from .tensor_map import WeightSource
+
+__all__ = [
+    "WeightSource",
+    "config_from_path",
+    "load_into",
+    "load_weights",
+    "open_weights",
+    "save_huggingface",
+    "save_llmc",
+]

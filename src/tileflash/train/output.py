@@ -1,0 +1,94 @@
+"""The run's directory: whose it is, what a killed run left there, and where to go on from."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from tileflash.train.checkpoint import checkpoints, find_checkpoint, remove_after, remove_leftovers
+from tileflash.train.config import TrainConfig
+
+
+class Output(AbstractContextManager["Output"]):
+    """The directory of `--output` (None: nothing is saved), held by one run at a time while in force.
+
+    `checkpoint` is the one to go on from (by --resume or --load), None to begin at step 0. ValueError if another run
+    holds the directory, or if it has checkpoints that this run, not resuming them, would mix with its own.
+    """
+
+    def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
+        self.path = None if config.output is None else Path(config.output)
+        self.checkpoint: Path | None = None
+        self._config = config
+        self._say = say
+        self._lock: IO[str] | None = None
+
+    @property
+    def log_path(self) -> Path | None:
+        """Where the JSON-lines log goes."""
+        if self._config.log_json is not None:
+            return Path(self._config.log_json)
+        return None if self.path is None else self.path / "log.jsonl"
+
+    @property
+    def tensorboard_path(self) -> Path | None:
+        """Where TensorBoard's files go."""
+        return None if self.path is None or not self._config.tensorboard else self.path / "tensorboard"
+
+    def __enter__(self) -> Output:
+        try:
+            if self.path is not None:
+                self._hold(self.path)
+            self.checkpoint = self._find()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._release()
+
+    def _hold(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        # Without this a second run would take the first one's unfinished checkpoint for a leftover and delete it. The
+        # kernel releases the lock however the process ends.
+        self._lock = (path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"output is {path}: another run is writing to it; it must be a directory of its own"
+            ) from None
+        remove_leftovers(path)
+
+    def _find(self) -> Path | None:
+        if self._config.resume and self.path is not None:
+            found = find_checkpoint(self.path, self._say)
+            if found is None:
+                self._say(f"{self.path} has no checkpoint yet: starting at step 0")
+            else:
+                remove_after(self.path, int(found.name.rpartition("_")[2]))
+            return found
+        there = checkpoints(self.path) if self.path is not None else []
+        if there:
+            raise ValueError(
+                f"output is {self.path}: it has checkpoints (the last of step {there[-1][0]}); add --resume to go on "
+                "from them, or choose another directory"
+            )
+        if self._config.load is None:
+            return None
+        found = find_checkpoint(Path(self._config.load), self._say)
+        if found is None:
+            raise ValueError(f"load is {self._config.load}: it must be a checkpoint or a directory with checkpoints")
+        return found
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

@@ -1,0 +1,131 @@
+"""From settings to facts: the device, precision, model, tokenizer, data and attention of a run. Takes no memory yet."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tileflash.data import TokenFiles, Tokenizer, get_tokenizer, read_dataset
+from tileflash.models import AttentionFunction, ModelConfig, model_config, unfused_attention
+from tileflash.train.config import TrainConfig
+from tileflash.train.data_source import open_data
+
+_GPT2_VOCABULARY = 50257
+_BYTES_VOCABULARY = 257
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run consists of, all of it checked. `attention_name` says in words what computes attention."""
+
+    device: torch.device
+    dtype: torch.dtype
+    model: ModelConfig
+    attention: AttentionFunction
+    attention_name: str
+    tokenizer: Tokenizer | None
+    training: TokenFiles
+    validation: TokenFiles | None
+    notes: tuple[str, ...]
+
+
+def prepare_setup(config: TrainConfig) -> Setup:
+    """Resolve and check everything that `config` leaves open. ValueError names what does not fit."""
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    model, notes = _model(config)
+    tokenizer = _tokenizer(config, model.vocab_size)
+    training, validation = open_data(config, tokenizer, model.vocab_size)
+    attention, attention_name = _attention(config, model, device, dtype)
+    return Setup(device, dtype, model, attention, attention_name, tokenizer, training, validation, tuple(notes))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f'device is "{name}": it must be auto, cpu, cuda or cuda:N')
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f'device is "{name}": PyTorch {torch.__version__} sees no GPU here; it must be cpu or auto')
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f'device is "{name}": there are {torch.cuda.device_count()} GPUs, numbered from 0')
+    torch.cuda.set_device(index)  # kernels launched by Triton go to the current device
+    return torch.device("cuda", index)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        # Not is_bf16_supported(): it also says yes where bfloat16 is emulated.
+        native = device.type == "cuda" and (
+            torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+        )
+        return torch.bfloat16 if native else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _model(config: TrainConfig) -> tuple[ModelConfig, list[str]]:
+    if config.init_from is not None:
+        from tileflash.weights import config_from_path
+
+        model = config_from_path(config.init_from)
+        if config.sequence_length > model.max_sequence_length:
+            raise ValueError(
+                f"sequence_length is {config.sequence_length}: the weights at {config.init_from} have "
+                f"{model.max_sequence_length} positions; it must be at most that"
+            )
+        return model, [f"weights from {config.init_from}: {model}"]
+    overrides: dict[str, Any] = dict(config.model_overrides)
+    longest = model_config(config.model, **overrides).max_sequence_length
+    if config.sequence_length <= longest:
+        return model_config(config.model, **overrides), []
+    if "max_sequence_length" in overrides:
+        raise ValueError(
+            f"sequence_length is {config.sequence_length} and max_sequence_length {longest}: it must be at most that"
+        )
+    overrides["max_sequence_length"] = config.sequence_length
+    note = f"{config.model} has {longest} positions; this run's has {config.sequence_length}, for --sequence-length"
+    return model_config(config.model, **overrides), [note]
+
+
+def _tokenizer(config: TrainConfig, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer asked for; else the one the data was made with; else the one that fits the vocabulary, or None."""
+    name = config.tokenizer
+    if name is None and config.input_bin is not None:
+        dataset = read_dataset(Path(config.input_bin).parent)
+        # Llama-3's own needs a file that only the user can name.
+        name = dataset.tokenizer if dataset is not None and dataset.tokenizer != "llama3" else None
+    if name is None:
+        name = "gpt2" if vocab_size >= _GPT2_VOCABULARY else "bytes" if vocab_size >= _BYTES_VOCABULARY else None
+    if name is None:
+        return None
+    return get_tokenizer(name, None if config.tokenizer_path is None else Path(config.tokenizer_path))
+
+
+def _attention(
+    config: TrainConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[AttentionFunction, str]:
+    if not config.flash:
+        return unfused_attention, "unfused chain of small operators (the baseline; --flash for fused kernels)"
+    import tileflash
+
+    backend = config.attention_backend
+
+    def example(heads: int) -> torch.Tensor:  # [B, S, H, D], of no size in memory
+        one_head = torch.empty(model.head_dim, device=device, dtype=dtype)
+        return one_head.expand(config.batch_size, config.sequence_length, heads, model.head_dim)
+
+    q, k, v = example(model.n_head), example(model.n_kv_head), example(model.n_kv_head)
+    # Also where a backend asked for by name that cannot serve is refused, before anything is built.
+    choice = tileflash.explain(q, k, v, causal=True, backend=backend)
+    return functools.partial(tileflash.attention, backend=backend), f"tileflash.attention, {choice}"

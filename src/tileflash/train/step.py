@@ -1,0 +1,84 @@
+"""One optimizer step: forward, loss, backward by micro-batches, clipping, update. Nothing here waits for the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IGNORED_TARGET = -100  # PyTorch's own convention: a target that takes no part in the loss
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest loss and gradient norm at which a step is still applied; NaN and Inf are beyond any limit."""
+
+    loss: float
+    gradient_norm: float
+
+
+def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross entropies of all valid tokens, fp32.
+
+    `logits` [B, S, V] of any float dtype, `targets` int64 [B, S]; -100 is ignored. The softmax is in fp32.
+    """
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+    )
+
+
+def compute(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Logits [B, S, V] of `tokens` int64 [B, S], computed in `dtype` over the fp32 weights."""
+    with torch.autocast(tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        return model(tokens)
+
+
+def forward_backward(
+    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, valid_tokens: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Loss (fp32, on the device) of the whole step; leaves its gradient in the weights.
+
+    `tokens`, `targets`: int64 [M, B, S], M micro-batches. The loss is the sum over the valid tokens of all of them
+    divided by their number. (A mean of the micro-batches' means would weigh tokens of a sparse micro-batch more.)
+    """
+    total = torch.zeros((), device=tokens.device)
+    for micro_tokens, micro_targets in zip(tokens, targets, strict=True):
+        loss = token_loss_sum(compute(model, micro_tokens, dtype), micro_targets) / max(valid_tokens, 1)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    valid_tokens: int,
+    *,
+    dtype: torch.dtype,
+    gradient_clip: float,
+    limits: Limits,
+) -> torch.Tensor:
+    """Do one step; return fp32 [3] on the device: loss, gradient norm before clipping, 1 if it was skipped else 0.
+
+    Whether to skip is decided on the device: the fused optimizer leaves weights, moments and its own step count alone
+    where `found_inf` is 1. So the host, which at small batches is what limits the speed, waits once a step, when it
+    reads the result.
+    """
+    loss = forward_backward(model, tokens, targets, valid_tokens, dtype)
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients, foreach=True)
+    if gradient_clip > 0:
+        nn.utils.clip_grads_with_norm_(parameters, gradient_clip, norm, foreach=True)
+    # Every comparison with NaN is false, and Inf is above any finite limit: one expression covers all causes.
+    healthy = (loss <= limits.loss) & (norm <= limits.gradient_norm)
+    skipped = healthy.logical_not().float()
+    # The protocol by which torch.amp.GradScaler skips steps; the fused optimizer's kernel reads the flag.
+    optimizer.found_inf = skipped  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return torch.stack([loss, norm, skipped])

@@ -1,0 +1,222 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tileflash.models import build_model
+from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpoint
+from tileflash.train.config import TrainConfig
+from tileflash.train.data_source import DataSource, StepBatch
+from tileflash.train.errors import CheckpointError, TrainingStoppedError
+from tileflash.train.guard import SpikeGuard
+from tileflash.train.interrupt import Interrupt
+from tileflash.train.logs import Logs
+from tileflash.train.looking import sample_text, validation_loss
+from tileflash.train.metrics import StepMetrics, peak_memory
+from tileflash.train.optimizer import build_optimizer, set_learning_rate
+from tileflash.train.schedule import learning_rate
+from tileflash.train.setup import Setup
+from tileflash.train.state import (
+    apply_random_states,
+    check_same_model,
+    differences,
+    gather_tensors,
+    model_facts,
+    random_states,
+    resume_sample,
+    weights_are_finite,
+)
+from tileflash.train.step import train_step
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended: `status` "finished" or "interrupted", the steps done, the last step's loss (None: no step was
+    done), the last checkpoint written or loaded, and the message that was shown."""
+
+    status: str
+    step: int
+    train_loss: float | None
+    checkpoint: Path | None
+    message: str
+
+
+class Trainer:
+    """One run: built at the step it starts from, then `run`."""
+
+    def __init__(
+        self, config: TrainConfig, setup: Setup, logs: Logs, output: Path | None, checkpoint: Path | None
+    ) -> None:
+        self.config, self.setup, self.logs, self.output = config, setup, logs, output
+        self.step = 0  # steps done
+        self.sample = 0  # samples seen
+        self.loss: float | None = None
+        self.saved: Path | None = None
+        self.saved_step: int | None = None
+        self.guard = SpikeGuard(
+            loss_z=config.skip_loss_z,
+            gradient_z=config.skip_gradient_z,
+            window=config.skip_window,
+            max_skips_in_a_row=config.max_skips_in_a_row,
+        )
+        if checkpoint is not None:
+            self._check(checkpoint)
+        seed = None if checkpoint is not None or config.init_from is not None else config.seed
+        self.model = build_model(setup.model, attention=setup.attention, device=setup.device, seed=seed)
+        if config.init_from is not None and checkpoint is None:
+            from tileflash.weights import load_into
+
+            load_into(self.model, config.init_from)
+        self.optimizer = build_optimizer(self.model, config.learning_rate, config.weight_decay)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self.data = DataSource(setup.training, config, setup.device, self.sample)
+
+    def run(self, interrupt: Interrupt) -> TrainResult:
+        """Train to the last step, or to the first signal."""
+        last_step, start = self.config.num_iteration, self.step
+        batch = None
+        while self.step < last_step and not interrupt.requested:
+            batch = self._step(batch)
+            last = self.step == last_step
+            if self._due(self.config.val_loss_every, last):
+                self._validate()
+            if last or self._due(self.config.save_every, last):
+                self._save(final=last)
+            # After saving: whatever goes wrong in it, the run is safe. It draws from a generator of its own.
+            if self._due(self.config.sample_every, last):
+                self._write_sample()
+        if start < self.step < last_step and self.saved_step != self.step:  # interrupted
+            self._save(final=True)
+        return self._result("finished" if self.step >= last_step else "interrupted")
+
+    def _step(self, batch: StepBatch | None) -> StepBatch | None:
+        """Do one step with `batch` (None: load it); return the next step's data, None after the last."""
+        config = self.config
+        started = time.perf_counter()
+        step = self.step + 1
+        rate = learning_rate(
+            step,
+            highest=config.learning_rate,
+            warmup_steps=config.warmup_iterations,
+            last_step=config.num_iteration,
+            final_fraction=config.final_learning_rate_fraction,
+        )
+        set_learning_rate(self.optimizer, rate)
+        batch = self.data.at(self.sample) if batch is None else batch
+        result = train_step(
+            self.model,
+            self.optimizer,
+            batch.tokens,
+            batch.targets,
+            batch.valid_tokens,
+            dtype=self.setup.dtype,
+            gradient_clip=config.gradient_clip,
+            limits=self.guard.limits(),
+        )
+        self.step, self.sample = step, self.sample + config.step_samples
+        # Read while the GPU still computes.
+        following = self.data.at(self.sample) if step < config.num_iteration else None
+        # The step's one wait for the device. The result is last in its queue: with it, the whole step is done.
+        loss, gradient_norm, skipped = result.tolist()
+        step_s = time.perf_counter() - started
+        self._record(step_s, rate, loss, gradient_norm, bool(skipped))
+        return following
+
+    def _record(self, step_s: float, rate: float, loss: float, gradient_norm: float, skipped: bool) -> None:
+        self.loss = loss
+        stop: TrainingStoppedError | None = None
+        try:
+            reason = self.guard.record(self.step, loss, gradient_norm, skipped)
+        except TrainingStoppedError as error:  # told after the step itself is
+            stop, reason = error, "the run stops here"
+        used, reserved = peak_memory(self.setup.device)
+        metrics = StepMetrics(
+            step=self.step,
+            train_loss=loss,
+            learning_rate=rate,
+            gradient_norm=gradient_norm,
+            step_ms=step_s * 1e3,
+            tokens_per_s=self.config.step_tokens / step_s,
+            peak_used_bytes=used,
+            peak_reserved_bytes=reserved,
+            skipped=self.guard.skipped,
+            skip_reason=reason,
+        )
+        self.logs.step(metrics)
+        if stop is not None:
+            raise stop
+
+    def _due(self, every: int, last: bool) -> bool:
+        return every > 0 and (self.step % every == 0 or last)
+
+    def _validate(self) -> None:
+        assert self.setup.validation is not None  # `open_data` saw to it
+        loss = validation_loss(self.model, self.setup.validation, self.config, self.setup.device, self.setup.dtype)
+        self.logs.validation(self.step, loss)
+
+    def _write_sample(self) -> None:
+        text, error = sample_text(self.model, self.setup, self.config, self.step)
+        self.logs.sample(self.step, text, error)
+
+    def _save(self, *, final: bool) -> None:
+        """Write a checkpoint. Where the disk does not take it, an earlier save is told and tried again at the next."""
+        if self.output is None:
+            return
+        if not weights_are_finite(self.model):
+            raise TrainingStoppedError(f"stopped at step {self.step}: weights are NaN or Inf; they were not saved")
+        tensors = gather_tensors(self.model, self.optimizer) | random_states(self.setup.device)
+        state: dict[str, Any] = {
+            "sample": self.sample,
+            "device": self.setup.device.type,
+            "guard": self.guard.state_dict(),
+            "config": self.config.as_dict(),
+            "model": model_facts(self.setup.model),
+        }
+        try:
+            self.saved = save_checkpoint(self.output, self.step, tensors, state, self.config.keep)
+        except CheckpointError as error:
+            if final:
+                raise
+            self.logs.say(f"warning: {error}. Training goes on")
+            return
+        self.saved_step = self.step
+        self.logs.flush()
+        self.logs.say(f"saved {self.saved}")
+
+    def _check(self, checkpoint: Path) -> None:
+        state = read_state(checkpoint)
+        check_same_model(state["model"], model_facts(self.setup.model), checkpoint)
+        changed = differences(state["config"], self.config.as_dict())
+        where = ("output", "resume", "load", "log_json")
+        changed = [change for change in changed if change.partition(":")[0] not in where]
+        if changed:
+            self.logs.say(f"changed since {checkpoint.name}: {'; '.join(changed)}")
+
+    def _restore(self, checkpoint: Path) -> None:
+        device = self.setup.device
+        tensors = gather_tensors(self.model, self.optimizer)
+        same_device = read_state(checkpoint)["device"] == device.type
+        random = random_states(device) if same_device else {}
+        state = load_checkpoint(checkpoint, tensors | random)
+        if random:  # the states of a GPU's generator mean nothing to a CPU's
+            apply_random_states(random, device)
+        self.guard.load_state_dict(state["guard"])
+        self.step, self.sample = state["step"], resume_sample(state, self.config.sequence_length)
+        self.saved = checkpoint
+        self.logs.say(f"going on from {checkpoint} (step {self.step})")
+
+    def _result(self, status: str) -> TrainResult:
+        where = (
+            f"nothing was saved{'' if self.output else ' (no --output)'}"
+            if self.saved is None
+            else f"the last checkpoint is {self.saved}"
+        )
+        message = f"{status} at step {self.step}/{self.config.num_iteration}; {where}"
+        if status == "finished" and self.loss is None:
+            message += "; there was nothing left to do (a higher --num-iteration goes on)"
+        return TrainResult(status, self.step, self.loss, self.saved, message)
