@@ -43,7 +43,8 @@ def main() -> int:
     environment |= {"gpu_memory_bytes": 80 * 2**30, "python": "3.12", "cpu": "Fake CPU", "commit": "abc1234"}
     environment["date"] = "2026-11-30T09:00:00Z"
     config = {key: value for key, value in vars(args).items() if key != "log_json"}
-    write(event="start", model=args.model, config=config, environment=environment, parameters=124_000_000)
+    facts = {"environment": environment, "parameters": 124_000_000, "attention": f"fake {scheme}"}
+    write(event="start", model=args.model, config=config, **facts)
     if is_asked("garbage"):
         log.write('not json\n{"event": "step", "step_ms": "nan"}\n[1, 2]\n{"event": "st\n')
     if is_asked("out_of_memory"):

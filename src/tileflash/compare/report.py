@@ -11,7 +11,7 @@ from tileflash.compare import numbers, plots, tables
 from tileflash.compare.conclusions import SINGLE_REPEAT_SPREAD, SPREAD_FLOOR, conclusion
 from tileflash.compare.document import Block, Bullets, Code, Document, Facts, Heading, Paragraph, Plot, Plots
 from tileflash.compare.figures import Comparison, compare_setting
-from tileflash.compare.plan import CompareConfig, Run, compare_command, model_name
+from tileflash.compare.plan import SCHEMES, CompareConfig, Run, compare_command, model_name
 from tileflash.compare.results import Outcome, RunResult
 from tileflash.compare.texts import Texts, texts
 
@@ -125,6 +125,10 @@ def _configuration(findings: Findings, say: Texts) -> list[Block]:
         (say("row.dtype"), config.dtype),
         (say("row.repeats"), str(config.repeats)),
     ]
+    for scheme in SCHEMES:
+        used = sorted({r.attention for run, r in findings.results.items() if run.scheme == scheme and r.attention})
+        if used:
+            pairs.append((say("row.attention", scheme=scheme), "; ".join(used)))
     if config.public_setting:
         pairs.append((say("row.public"), say("value.public")))
     command = Code(shlex.join(compare_command(config)))
@@ -180,7 +184,7 @@ def _by_length(findings: Findings, model: str, say: Texts) -> list[Block]:
     name = model_name(model)
     blocks: list[Block] = [Heading(2, say("heading.lengths", model=name))]
     blocks.append(tables.lengths_table(comparisons, say, findings.on_gpu))
-    if any(c.scheme(s).outcome is not None for c in comparisons for s in ("baseline", "flash")):
+    if any(c.scheme(s).outcome is not None for c in comparisons for s in SCHEMES):
         drawn = {"time": plots.step_time, "memory": plots.peak_memory, "speedup": plots.speedup}
         captions = {kind: say(f"plot.{kind}", model=name) for kind in drawn}
         blocks.append(

@@ -47,7 +47,8 @@ class RunResult:
     """What one run gave. The tuples hold one entry a step, in the order of the steps; empty when there is nothing.
 
     `step_ms` in milliseconds; `train_loss` is NaN where it was not finite; `peak_used_bytes` is the highest of the
-    run, None where the device does not tell; `environment` as `tileflash.environment.environment` makes it.
+    run, None where the device does not tell; `environment` as `tileflash.environment.environment` makes it;
+    `attention` says in the trainer's words what computed it.
     """
 
     run: Run
@@ -58,7 +59,7 @@ class RunResult:
     train_loss: tuple[float, ...] = ()
     peak_used_bytes: int | None = None
     environment: dict[str, Any] | None = None
-    train_config: dict[str, Any] | None = None
+    attention: str = ""
     parameters: int | None = None
     message: str = ""
 
@@ -80,7 +81,7 @@ def read_run(run: Run, log: Path) -> RunResult | None:
     if not records:
         return None
     record = _record(records[-1])
-    steps = [event for event in events if event.get("event") == "step" and _is_number(event.get("step_ms"))]
+    steps = [event for event in events if _is_step(event)]
     start: dict[str, Any] = next((event for event in events if event.get("event") == "start"), {})
     end: dict[str, Any] = next((event for event in reversed(events) if event.get("event") == "end"), {})
     outcome, message = _outcome(run, record, end, len(steps))
@@ -89,12 +90,12 @@ def read_run(run: Run, log: Path) -> RunResult | None:
         run=run,
         outcome=outcome,
         record=record,
-        steps=tuple(int(step.get("step", index)) for index, step in enumerate(steps, start=1)),
+        steps=tuple(int(step["step"]) for step in steps),
         step_ms=tuple(float(step["step_ms"]) for step in steps),
         train_loss=tuple(_loss(step.get("train_loss")) for step in steps),
         peak_used_bytes=int(max(peaks)) if peaks and max(peaks) > 0 else None,
         environment=_dictionary(start, "environment"),
-        train_config=_dictionary(start, "config"),
+        attention=str(start.get("attention") or ""),
         parameters=start.get("parameters") if isinstance(start.get("parameters"), int) else None,
         message=message,
     )
@@ -146,6 +147,10 @@ def _outcome(run: Run, record: Record, end: dict[str, Any], steps: int) -> tuple
     if steps != expected:
         return Outcome.FAILED, f"exit status 0, but the log has {steps} steps instead of {expected}"
     return Outcome.FINISHED, ""
+
+
+def _is_step(event: dict[str, Any]) -> bool:
+    return event.get("event") == "step" and _is_number(event.get("step")) and _is_number(event.get("step_ms"))
 
 
 def _is_number(value: object) -> bool:

@@ -102,6 +102,7 @@ TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "{seed} and turns round at each repeat.",
             "baseline 与 flash 紧邻运行，各自使用独立进程；先后由随机种子 {seed} 决定，每次重复交换先后。",
         ),
+        "row.attention": ("attention of {scheme}", "{scheme} 的注意力实现"),
         "row.public": ("public report's setting", "公开报告的配置"),
         "value.public": (
             "batch 4, sequence 64, 256 tokens a step, 10 steps, bfloat16",
