@@ -1,0 +1,22 @@
+"""The textbook formula as a backend: everything is supported, nothing is fast, memory grows with Sq * Sk."""
+
+from torch import Tensor
+
+from tileflash.attention.backends.base import Backend
+from tileflash.attention.band import Band
+from tileflash.attention.problem import FLOATS
+from tileflash.attention.reference import reference_attention
+
+
+class ReferenceBackend(Backend):
+    name = "reference"
+    summary = "the textbook formula in fp32 (fp64 for fp64), whole matrices"
+    devices = frozenset({"cpu", "cuda", "meta", "mps", "xpu"})
+    dtypes = frozenset(FLOATS)
+    linear_memory = False
+    second_derivative = True
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return reference_attention(q, k, v, Band(low, high), scale)

@@ -1,0 +1,181 @@
+"""The operators `tileflash::attention_forward` and `tileflash::attention_backward`, and the short way past them.
+
+Registered with torch.library, with fake implementations, autograd and FLOP formulas, so that torch.compile, FakeTensor, FlopCounterMode
+and activation checkpointing see them. In plain eager mode their dispatch would cost more host time than the kernel's launch, so there
+a torch.autograd.Function calls the same kernels directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from tileflash.attention.band import Band
+
+
+class Kernels(NamedTuple):
+    """A backend's two functions.
+
+    forward(q, k, v, scale, low, high) -> (out, lse);
+    backward(d_out, d_lse or None, q, k, v, out, lse, scale, low, high) -> (d_q, d_k, d_v).
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+_factories: dict[str, Callable[[], Kernels]] = {}
+_loaded: dict[str, Kernels] = {}
+
+
+def register_kernels(name: str, factory: Callable[[], Kernels]) -> None:
+    """Let the operators find a backend's kernels by name; `factory` is called at the first use."""
+    _factories[name] = factory
+
+
+def kernels_of(name: str) -> Kernels:
+    """The kernels registered under `name`."""
+    kernels = _loaded.get(name)
+    if kernels is None:
+        kernels = _loaded[name] = _factories[name]()
+    return kernels
+
+
+@torch.library.custom_op("tileflash::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] fp32; query i sees key j where low <= j - i <= high."""
+    return kernels_of(backend).forward(q, k, v, scale, low, high)
+
+
+@attention_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    batch, query_length, heads, _ = q.shape
+    return q.new_empty((batch, query_length, heads, v.shape[3])), q.new_empty(
+        (batch, heads, query_length), dtype=lse_dtype(q.dtype)
+    )
+
+
+@torch.library.custom_op("tileflash::attention_backward", mutates_args=())
+def attention_backward(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, low: int | None, high: int | None, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """d_q, d_k, d_v of the above, contiguous."""
+    return kernels_of(backend).backward(d_out, d_lse, q, k, v, out, lse, scale, low, high)
+
+
+@attention_backward.register_fake
+def _(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, low: int | None, high: int | None, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The log-sum-exp of a computation: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, scale, low, high, backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.arguments = (scale, low, high, backend)
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    if d_out is None:
+        d_out = torch.zeros_like(out)
+    gradients = torch.ops.tileflash.attention_backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments)
+    return (*gradients, None, None, None, None)
+
+
+attention_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.tileflash.attention_forward)
+def _forward_flops(q: Any, k: Any, v: Any, scale: float, low: Any, high: Any, *_: Any, **__: Any) -> int:
+    pairs = Band(low, high).visible_pairs(q[1], k[1])
+    return 2 * q[0] * q[2] * pairs * (q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.tileflash.attention_backward)
+def _backward_flops(
+    d_out: Any,
+    d_lse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    scale: float,
+    low: Any,
+    high: Any,
+    *_: Any,
+    **__: Any,
+) -> int:
+    pairs = Band(low, high).visible_pairs(q[1], k[1])
+    return 2 * q[0] * q[2] * pairs * (3 * q[3] + 2 * v[3])
+
+
+class _DirectAttention(torch.autograd.Function):
+    """The same pair of kernels without the operators' dispatch. A second derivative raises (once_differentiable)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, kernels: Kernels
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = kernels.forward(q, k, v, scale, low, high)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.arguments = (scale, low, high)
+        ctx.kernels = kernels
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        gradients = ctx.kernels.backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments)
+        return (*gradients, None, None, None, None)
+
+
+def attend_with_kernels(
+    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the kernels registered under `name`, differentiable in q, k and v through both."""
+    if not _plain_eager(q, k, v):
+        return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name)
+    kernels = kernels_of(name)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _DirectAttention.apply(q, k, v, scale, low, high, kernels)
+    return kernels.forward(q, k, v, scale, low, high)
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _plain_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Nobody is watching: no tracing, no dispatch mode, no function transform, no forward-mode AD, no tensor subclass."""
+    return (
+        type(q) in _PLAIN_TYPES
+        and type(k) in _PLAIN_TYPES
+        and type(v) in _PLAIN_TYPES
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+    )

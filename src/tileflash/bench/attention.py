@@ -1,0 +1,282 @@
+"""Suite `attention`: forward and backward speed of attention, ours and PyTorch's backends on the same inputs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import get_args
+
+import torch
+
+from tileflash.bench.attention_check import Judge
+from tileflash.bench.attention_variants import Attention, Trial, attempt, attention_variant
+from tileflash.bench.ledger import CaseValue, Line
+from tileflash.bench.roofline import AttentionWork, Direction, attention_work, find_gpu
+from tileflash.bench.sitting import Sitting
+from tileflash.bench.statistic import geometric_mean
+from tileflash.bench.timing import Clock, Timing, TimingPlan, clock_for, compare, impossible
+
+SUITE = "attention"
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+MASKS = ("full", "causal")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class AttentionSuite:
+    """What to measure: every mask, head dimension, length and direction; batch = tokens / length and heads = width /
+    head dimension, so that all cases hold equally many elements. ValueError names what does not fit."""
+
+    head_dims: tuple[int, ...] = (64, 128, 256)
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    masks: tuple[str, ...] = MASKS
+    directions: tuple[Direction, ...] = DIRECTIONS
+    variants: tuple[str, ...] = ("tileflash-triton", "fa2", "cudnn")
+    tokens: int = 16384
+    width: int = 2048
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    baseline: str = "fa2"
+    seed: int = 0
+    budget_seconds: float | None = None
+    timing: TimingPlan = field(default_factory=TimingPlan)
+
+    def __post_init__(self) -> None:
+        choices = (("masks", MASKS), ("directions", DIRECTIONS), ("variants", None))
+        for name, allowed in choices:
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values) or (allowed and not set(values) <= set(allowed)):
+                expected = f"some of {', '.join(allowed)}" if allowed else "at least one, each once"
+                raise ValueError(f"`{name}` was {', '.join(values)!r}; it must be {expected}")
+        for variant in self.variants:
+            attention_variant(variant)
+        for name, total in (("lengths", self.tokens), ("head_dims", self.width)):
+            values = getattr(self, name)
+            if not values or any(value < 1 or total % value for value in values):
+                whole = "tokens" if name == "lengths" else "width"
+                raise ValueError(f"`{name}` was {values}; each must be at least 1 and divide `{whole}` = {total}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"`dtype` was {self.dtype!r}; it must be one of {', '.join(_DTYPES)}")
+        if self.budget_seconds is not None and not self.budget_seconds > 0:
+            raise ValueError(f"`budget_seconds` was {self.budget_seconds}; it must be above 0")
+
+    def cases(self) -> list[AttentionCase]:
+        """All cases in the order in which they are measured: both directions of a shape together."""
+        return [
+            AttentionCase(direction, self.tokens // seq, self.width // dim, seq, dim, mask, self.dtype)
+            for dim, mask, seq, direction in product(self.head_dims, self.masks, self.lengths, self.directions)
+        ]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One cell of the table; q, k, v are [batch, seq, heads, head_dim]."""
+
+    direction: Direction
+    batch: int
+    heads: int
+    seq: int
+    head_dim: int
+    mask: str
+    dtype: str
+
+    def record(self) -> dict[str, CaseValue]:
+        """The `case` of a ledger line."""
+        return {
+            "direction": self.direction,
+            "batch": self.batch,
+            "heads": self.heads,
+            "kv_heads": self.heads,
+            "seq": self.seq,
+            "head_dim": self.head_dim,
+            "mask": self.mask,
+            "dtype": self.dtype,
+        }
+
+    def work(self) -> AttentionWork:
+        """FLOPs and bytes of the case."""
+        return work_of(self.record())
+
+    def __str__(self) -> str:
+        return f"{self.direction} d={self.head_dim} {self.mask} S={self.seq}"
+
+
+def work_of(case: Mapping[str, CaseValue]) -> AttentionWork:
+    """The work of a ledger line's case."""
+    return attention_work(
+        batch=int(case["batch"]),
+        heads=int(case["heads"]),
+        kv_heads=int(case["kv_heads"]),
+        seq_q=int(case["seq"]),
+        seq_k=int(case["seq"]),
+        head_dim=int(case["head_dim"]),
+        causal=case["mask"] == "causal",
+        direction="forward" if case["direction"] == "forward" else "backward",
+        itemsize=4 if case["dtype"] == "float32" else 2,
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of one variant in one case: a timing, or a flag and the reason why there is none."""
+
+    variant: str
+    timing: Timing | None
+    flags: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case: a cell for each variant, and the time no kernel can beat on this GPU (None where unknown)."""
+
+    case: AttentionCase
+    cells: tuple[Cell, ...]
+    limit_ms: float | None
+
+    def lines(self, sitting: Sitting, baseline: str) -> Iterator[Line]:
+        """Ledger lines: `time_ms` of each variant and `speed_ratio_to_BASELINE` where it was measured."""
+        for cell in self.cells:
+            time_ms = cell.timing.time_ms if cell.timing else None
+            yield sitting.line(
+                SUITE, self.case.record(), cell.variant, "time_ms", time_ms, limit=self.limit_ms, flags=cell.flags
+            )
+            ratio = cell.timing.speed_ratio if cell.timing else None
+            if ratio is not None:
+                metric = f"speed_ratio_to_{baseline}"
+                yield sitting.line(SUITE, self.case.record(), cell.variant, metric, ratio, flags=cell.flags)
+
+
+def run_suite(
+    suite: AttentionSuite,
+    *,
+    gpu_name: str | None = None,
+    clock: Clock | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[CaseResult]:
+    """Measure case by case. With `budget_seconds` it stops before a case that would not end in time, judged by the
+    longest so far; what is then missing was left out. `gpu_name` finds the physical limit."""
+    clock = clock or clock_for(suite.device)
+    gpu = find_gpu(gpu_name) if suite.dtype != "float32" else None  # the peaks are those of 16-bit types
+    functions = {name: attention_variant(name) for name in suite.variants}
+    begin, longest = now(), 0.0
+    for case in suite.cases():
+        started = now()
+        if suite.budget_seconds is not None and started + longest - begin >= suite.budget_seconds:
+            return
+        yield CaseResult(case, _measure(case, functions, suite, clock, limit := case.work().limit_ms(gpu)), limit)
+        longest = max(longest, now() - started)
+
+
+def _measure(
+    case: AttentionCase,
+    functions: Mapping[str, Attention],
+    suite: AttentionSuite,
+    clock: Clock,
+    limit_ms: float | None,
+) -> tuple[Cell, ...]:
+    q, k, v, d_out = _inputs(case, suite)
+    judge = Judge(q, k, v, d_out, case.mask == "causal")
+    cells: dict[str, Cell] = {}
+    calls: dict[str, Callable[[], object]] = {}
+    for name, function in functions.items():
+        call, trial = _prepare(case, function, (q, k, v), d_out)
+        if trial.result is None:
+            cells[name] = Cell(name, None, (trial.flag or "failed",), trial.reason)
+            continue
+        names = ("out",) if case.direction == "forward" else ("dq", "dk", "dv")
+        complaint = judge.complaint(**dict(zip(names, trial.result, strict=True)))
+        if complaint:
+            cells[name] = Cell(name, None, ("wrong_result",), complaint)
+        else:
+            calls[name] = call
+    del judge
+    if calls:
+        for name, timing in compare(calls, clock, baseline=suite.baseline, plan=suite.timing).items():
+            broken = impossible(timing.time_ms.low, limit_ms)
+            reason = f"{timing.time_ms.low:.4g} ms, faster than the limit of {limit_ms:.4g} ms" if broken else ""
+            cells[name] = Cell(name, timing, ("faster_than_limit",) if broken else (), reason)
+    return tuple(cells[name] for name in functions)
+
+
+def _inputs(case: AttentionCase, suite: AttentionSuite) -> tuple[torch.Tensor, ...]:
+    """q, k, v, d_out: standard normal, the same for every variant and for both directions of a shape."""
+    generator = torch.Generator(suite.device).manual_seed(suite.seed)
+    shape = (case.batch, case.seq, case.heads, case.head_dim)
+    dtype = getattr(torch, case.dtype)
+    return tuple(torch.randn(shape, generator=generator, device=suite.device, dtype=dtype) for _ in range(4))
+
+
+def _prepare(
+    case: AttentionCase, function: Attention, inputs: tuple[torch.Tensor, ...], d_out: torch.Tensor
+) -> tuple[Callable[[], tuple[torch.Tensor, ...]], Trial]:
+    """The call to time and what came of it once. A backward call is the gradients alone: the graph is kept."""
+    causal = case.mask == "causal"
+    if case.direction == "forward":
+
+        def call() -> tuple[torch.Tensor, ...]:
+            with torch.no_grad():
+                return (function(*inputs, causal),)
+
+        return call, attempt(call)
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+    forward = attempt(lambda: (function(*leaves, causal),))
+    if forward.result is None:
+        return lambda: (), forward
+    out = forward.result[0]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+
+    return gradients, attempt(gradients)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Geometric mean of a variant's speed ratios to the baseline over `points` of `cases` cases."""
+
+    direction: str
+    variant: str
+    ratio: float
+    points: int
+    cases: int
+
+
+def geometric_means(results: list[CaseResult], baseline: str) -> list[Mean]:
+    """For each direction and each variant but the baseline, over the cases where both were measured."""
+    means = []
+    for direction in DIRECTIONS:
+        chosen = [result for result in results if result.case.direction == direction]
+        variants = dict.fromkeys(cell.variant for result in chosen for cell in result.cells)
+        for variant in variants:
+            timings = [c.timing for result in chosen for c in result.cells if c.variant == variant and not c.flags]
+            ratios = [t.speed_ratio.median for t in timings if t is not None and t.speed_ratio is not None]
+            if variant != baseline and ratios:
+                means.append(Mean(direction, variant, geometric_mean(ratios), len(ratios), len(chosen)))
+    return means
+
+
+def contradictions(results: list[CaseResult]) -> list[str]:
+    """Cells that contradict each other: a ratio that the times of the same cells cannot give."""
+    found = []
+    for result in results:
+        by_name = {cell.variant: cell.timing for cell in result.cells if cell.timing}
+        for name, timing in by_name.items():
+            if timing.speed_ratio is None:
+                continue
+            baseline = next(t for t in by_name.values() if t.speed_ratio is not None and _is_one(t))
+            low = baseline.time_ms.low / timing.time_ms.high
+            high = baseline.time_ms.high / timing.time_ms.low
+            if not low * (1 - 1e-9) <= timing.speed_ratio.median <= high * (1 + 1e-9):
+                found.append(
+                    f"{result.case} {name}: ratio {timing.speed_ratio.median:.3f} not in {low:.3f}..{high:.3f}"
+                )
+    return found
+
+
+def _is_one(timing: Timing) -> bool:
+    ratio = timing.speed_ratio
+    return ratio is not None and math.isclose(ratio.low, 1.0) and math.isclose(ratio.high, 1.0)

@@ -1,0 +1,93 @@
+"""Who computes attention in the benchmark: ours by backend, and PyTorch's backends pinned one by one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+_OURS = "tileflash-"
+_PEERS = {
+    "fa2": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention_variant(name: str) -> Attention:
+    """The function (q, k, v, causal) -> out, tensors [B, S, H, D], of a variant.
+
+    `tileflash-BACKEND` is tileflash.attention(..., backend=BACKEND), `reference` its textbook backend; `fa2`, `cudnn`,
+    `efficient` and `math` are the backends of PyTorch's scaled_dot_product_attention, each pinned so that it never
+    falls back silently. ValueError for another name.
+    """
+    if name in _PEERS:
+        return _pinned(_PEERS[name])
+    if name == "reference":
+        return _ours("reference")
+    if name.startswith(_OURS) and len(name) > len(_OURS):
+        return _ours(name.removeprefix(_OURS))
+    raise ValueError(f"`variants` named {name!r}; it must be tileflash-BACKEND, reference, {', '.join(_PEERS)}")
+
+
+def _ours(backend: str) -> Attention:
+    from tileflash.attention import attention
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        out = attention(q, k, v, causal=causal, backend=backend)
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"tileflash.attention returned {type(out).__name__}, not a tensor")
+        return out
+
+    return run
+
+
+def _pinned(backend: SDPBackend) -> Attention:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=causal,
+                enable_gqa=q.shape[2] != k.shape[2],
+            )
+        return out.transpose(1, 2)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of calling a variant once: its result, or the flag of the ledger and the reason in words."""
+
+    result: tuple[torch.Tensor, ...] | None
+    flag: str | None = None
+    reason: str = ""
+
+
+def attempt(call: Callable[[], tuple[torch.Tensor, ...]]) -> Trial:
+    """Call a variant once. A variant that cannot serve is a row of the table, not the end of the suite: whatever it
+    raises becomes the reason shown, with the warnings in which PyTorch explains why it refused."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            return Trial(call())
+        except torch.OutOfMemoryError as error:
+            return Trial(None, "out_of_memory", _first_line(error))
+        except Exception as error:  # a compiler's or a driver's error has no common base
+            reasons = [_first_line(error), *(_first_line(warning.message) for warning in caught)]
+            refused = isinstance(error, ValueError | NotImplementedError) or "No available kernel" in str(error)
+            return Trial(None, "unsupported" if refused else "failed", "; ".join(dict.fromkeys(reasons)))
+
+
+def _first_line(error: object) -> str:
+    text = str(error).strip() or type(error).__name__
+    # PyTorch ends its explanations with the place in its C++ source that printed them.
+    return text.splitlines()[0].split(" (Triggered internally")[0]

@@ -1,0 +1,116 @@
+"""What attention costs at least on a GPU: FLOPs and bytes counted by hand, against the GPU's published peaks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Direction = Literal["forward", "backward"]
+_BACKWARD_FACTOR = 2.5  # five matrix products (scores again, dV, dP, dQ, dK) against two
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published peaks of a GPU: dense bf16/fp16 tensor throughput (fp32 accumulation) and memory bandwidth."""
+
+    name: str
+    bf16_tflops: float
+    memory_gb_per_s: float
+
+
+# (words that the name must hold, words that it must not hold, peaks); the first that fits counts. From NVIDIA's data
+# sheets, without sparsity. Where a name covers several memory sizes the highest bandwidth stands: a limit that is too
+# low would call honest figures impossible.
+_GPUS: tuple[tuple[frozenset[str], frozenset[str], Gpu], ...] = tuple(
+    (frozenset(words.split()), frozenset(without.split()), Gpu(name, tflops, bandwidth))
+    for words, without, name, tflops, bandwidth in (
+        ("B200", "", "B200", 2250.0, 8000.0),
+        ("H200 NVL", "", "H200 NVL", 835.5, 4800.0),
+        ("H200", "", "H200", 989.4, 4800.0),
+        ("H100 PCIE", "", "H100 PCIe", 756.5, 2039.0),
+        ("H100 NVL", "", "H100 NVL", 835.5, 3938.0),
+        ("H100", "", "H100", 989.4, 3352.0),
+        ("A100", "", "A100", 312.0, 2039.0),
+        ("A10G", "", "A10G", 70.0, 600.0),
+        ("L4", "", "L4", 121.0, 300.0),
+        ("RTX 4090", "D LAPTOP", "RTX 4090", 165.2, 1008.0),
+    )
+)
+
+
+def find_gpu(name: str | None) -> Gpu | None:
+    """Peaks of the GPU that the driver calls `name`, matched by whole words ("GH200" is no H200, "L40" no L4).
+
+    None for a GPU that is not in the table, and for a part of one (MIG): no limit is better than a wrong one.
+    """
+    words = frozenset(re.split(r"[^A-Z0-9]+", (name or "").upper()))
+    if "MIG" in words:
+        return None
+    return next((gpu for needed, without, gpu in _GPUS if needed <= words and not without & words), None)
+
+
+def visible_pairs(seq_q: int, seq_k: int, causal: bool) -> int:
+    """How many (query, key) pairs of one head are visible; causal is bottom-right: key j <= i + seq_k - seq_q."""
+    if not causal:
+        return seq_q * seq_k
+    # Query i sees i + 1 + shift keys, none when that is negative: an arithmetic series over the queries that see any.
+    shift = seq_k - seq_q
+    blind = max(0, -shift)
+    seeing = seq_q - blind
+    first, last = blind + 1 + shift, seq_q + shift
+    return seeing * (first + last) // 2
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Work of one attention call.
+
+    `flops`: 2 per multiply-add of the matrix products over visible pairs only: 4 B H pairs D forward, x 2.5 backward.
+    `conventional_flops`: the field's count, 4 B H Sq Sk D, halved when causal; what TFLOP/s figures are quoted in.
+    `bytes`: each input read once and each output written once.
+    """
+
+    flops: float
+    conventional_flops: float
+    bytes: float
+
+    def limit_ms(self, gpu: Gpu | None) -> float | None:
+        """The time that no kernel can beat (roofline): the slower of arithmetic and memory; None for unknown GPUs."""
+        if gpu is None:
+            return None
+        return max(self.flops / (gpu.bf16_tflops * 1e12), self.bytes / (gpu.memory_gb_per_s * 1e9)) * 1e3
+
+    def tflops(self, time_ms: float) -> float:
+        """Conventional TFLOP/s of a call that took `time_ms`."""
+        return self.conventional_flops / (time_ms * 1e-3) / 1e12
+
+
+def attention_work(
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    seq_q: int,
+    seq_k: int,
+    head_dim: int,
+    causal: bool,
+    direction: Direction,
+    itemsize: int = 2,
+) -> AttentionWork:
+    """Count the work of attention on q [batch, seq_q, heads, head_dim] and k, v [batch, seq_k, kv_heads, head_dim] of
+    `itemsize` bytes an element. The log-sum-exp [batch, heads, seq_q] is fp32."""
+    factor = 1.0 if direction == "forward" else _BACKWARD_FACTOR
+    per_pair = 4.0 * batch * heads * head_dim * factor
+    query_bytes = batch * seq_q * heads * head_dim * itemsize
+    key_value_bytes = 2 * batch * seq_k * kv_heads * head_dim * itemsize
+    lse_bytes = batch * heads * seq_q * 4
+    if direction == "forward":  # reads q, k, v; writes out, lse
+        moved = 2 * query_bytes + key_value_bytes + lse_bytes
+    else:  # reads q, k, v, out, d_out, lse; writes dq, dk, dv
+        moved = 4 * query_bytes + 2 * key_value_bytes + lse_bytes
+    return AttentionWork(
+        flops=per_pair * visible_pairs(seq_q, seq_k, causal),
+        conventional_flops=per_pair * seq_q * seq_k * (0.5 if causal else 1.0),
+        bytes=float(moved),
+    )

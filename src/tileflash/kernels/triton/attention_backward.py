@@ -1,0 +1,260 @@
+"""FlashAttention 2's backward pass (Dao 2023, Algorithm 2) as three portable Triton kernels, without atomics.
+
+With P = exp(scale * Q K^T - lse):   dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale * dS K,   dK = scale * dS^T Q,
+where delta = rowsum(O * dO) - dLSE; the second term is all that a differentiable log-sum-exp costs.
+
+dK and dV are made by programs that own a tile of keys and walk over the queries (and the query heads that share it), dQ by programs
+that own a tile of queries and walk over the keys: every sum has a fixed order, so gradients are equal bit for bit from run to run.
+"""
+
+import triton
+import triton.language as tl
+
+from tileflash.kernels.triton.tile import (
+    LOG2_E,
+    load_rows,
+    query_tile,
+    store_rows,
+    tile_dot,
+    tile_dot_add,
+    visible_keys,
+)
+
+
+@triton.jit(do_not_specialize=["query_length", "heads"])
+def attention_backward_delta_kernel(
+    out_ptr, d_out_ptr, d_lse_ptr, delta_ptr,
+    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, query_length, heads, DV,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_DV: tl.constexpr, HAS_D_LSE: tl.constexpr,
+):  # fmt: skip
+    """delta [B, Hq, Sq] = rowsum(out * d_out) - d_lse, fp32."""
+    tiles = tl.cdiv(query_length, BLOCK_M)
+    program = tl.program_id(0)
+    i_query = program % tiles * BLOCK_M
+    batch_head = (program // tiles).to(tl.int64)
+    batch = batch_head // heads
+    head = batch_head % heads
+    out_base = out_ptr + batch * stride_ob + head * stride_oh
+    d_out_base = d_out_ptr + batch * stride_gb + head * stride_gh
+    b_out = load_rows(
+        out_base, i_query, query_length, stride_os, 0, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
+    )  # [BLOCK_M, BLOCK_DV]
+    b_d_out = load_rows(d_out_base, i_query, query_length, stride_gs, 0, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True)
+    delta = tl.sum(b_out.to(tl.float32) * b_d_out.to(tl.float32), 1)  # [BLOCK_M]
+    i_queries = i_query + tl.arange(0, BLOCK_M)
+    inside = i_queries < query_length
+    if HAS_D_LSE:
+        delta -= tl.load(d_lse_ptr + batch_head * query_length + i_queries, mask=inside, other=0.0)
+    tl.store(delta_ptr + batch_head * query_length + i_queries, delta, mask=inside)
+
+
+@triton.jit
+def _accumulate_dkdv(
+    d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, query_begin, query_end, query_length, key_length,
+    stride_qs, stride_gs, scale_log2, low, high, D, DV,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr,
+):  # fmt: skip
+    """One pass over query tiles. S and dP are made transposed, so that no result of a matrix product is ever transposed (Triton
+    3.4 to 3.7 miscompile that on Hopper at 64-wide tiles: triton#6124)."""
+    for i_query in range(query_begin, query_end, BLOCK_M):
+        i_queries = i_query + tl.arange(0, BLOCK_M)
+        b_q = load_rows(
+            q_base, i_query, query_length, stride_qs, 0, D, BLOCK_M, BLOCK_D, EVEN_D, MASKED
+        )  # [BLOCK_M, BLOCK_D]
+        b_s = tile_dot(b_k, tl.trans(b_q), PRECISION)  # [BLOCK_N, BLOCK_M]
+        if MASKED:
+            # Beyond the last query the log-sum-exp reads as +inf, so P is 0 there.
+            lse = tl.load(lse_base + i_queries, mask=i_queries < query_length, other=float("inf"))  # [BLOCK_M]
+        else:
+            lse = tl.load(lse_base + i_queries)
+        b_p = tl.exp2(b_s * scale_log2 - (lse * LOG2_E)[None, :])  # [BLOCK_N, BLOCK_M]
+        if MASKED:
+            visible = (i_queries < query_length)[None, :] & (i_keys < key_length)[:, None]
+            if HAS_LOW:
+                visible = visible & (i_keys[:, None] - i_queries[None, :] >= low)
+            if HAS_HIGH:
+                visible = visible & (i_keys[:, None] - i_queries[None, :] <= high)
+            b_p = tl.where(visible, b_p, 0.0)
+        b_d_out = load_rows(
+            d_out_base, i_query, query_length, stride_gs, 0, DV, BLOCK_M, BLOCK_DV, EVEN_DV, MASKED
+        )  # [BLOCK_M, BLOCK_DV]
+        if MAKE_DV:
+            d_v = tile_dot_add(b_p.to(b_d_out.dtype), b_d_out, d_v, PRECISION)  # [BLOCK_N, BLOCK_DV]
+        if MAKE_DK:
+            if MASKED:
+                delta = tl.load(delta_base + i_queries, mask=i_queries < query_length, other=0.0)  # [BLOCK_M]
+            else:
+                delta = tl.load(delta_base + i_queries)
+            d_p = tile_dot(b_v, tl.trans(b_d_out), PRECISION)  # [BLOCK_N, BLOCK_M]
+            d_s = b_p * (d_p - delta[None, :])
+            if MASKED:
+                d_s = tl.where(visible, d_s, 0.0)  # 0 * (NaN of a masked key) must not get through
+            d_k = tile_dot_add(d_s.to(b_q.dtype), b_q, d_k, PRECISION)  # [BLOCK_N, BLOCK_D]
+    return d_k, d_v
+
+
+@triton.jit(do_not_specialize=["query_length", "key_length", "kv_heads", "batch_heads", "head_group", "low", "high"])
+def attention_backward_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, d_k_ptr, d_v_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    query_length, key_length, kv_heads, batch_heads, head_group, D, DV, scale, scale_log2, low, high,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    KV_GROUP: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+    PRECISION: tl.constexpr, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr,
+):  # fmt: skip
+    """d_k [B, Sk, Hkv, D] and d_v [B, Sk, Hkv, Dv]; batch_heads counts B * Hkv.
+
+    Both accumulators of a wide head do not fit the registers: such heads take two launches, one with MAKE_DK, one with MAKE_DV.
+    """
+    tiles = tl.cdiv(key_length, BLOCK_N)
+    program = tl.program_id(0)
+    group = program // (head_group * tiles)
+    group_size = tl.minimum(head_group, batch_heads - group * head_group)
+    within = program - group * head_group * tiles
+    tile = within // group_size  # the first keys are seen by most queries: longest first
+    batch_head = group * head_group + within % group_size
+    batch = (batch_head // kv_heads).to(tl.int64)
+    kv_head = (batch_head % kv_heads).to(tl.int64)
+
+    i_key = tile * BLOCK_N
+    i_keys = i_key + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
+    v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
+    b_k = load_rows(k_base, i_key, key_length, stride_ks, 0, D, BLOCK_N, BLOCK_D, EVEN_D, True)  # [BLOCK_N, BLOCK_D]
+    b_v = load_rows(
+        v_base, i_key, key_length, stride_vs, 0, DV, BLOCK_N, BLOCK_DV, EVEN_DV, True
+    )  # [BLOCK_N, BLOCK_DV]
+
+    # Queries that see some key of the tile: [query_begin, query_end); that see all of it: [full_begin, full_end), whole tiles only.
+    query_begin = 0
+    query_end = query_length
+    full_begin = 0
+    full_end = query_length // BLOCK_M * BLOCK_M
+    if HAS_HIGH:
+        query_begin = tl.maximum(0, i_key - high) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(0, i_key + BLOCK_N - 1 - high), BLOCK_M) * BLOCK_M
+    if HAS_LOW:
+        query_end = tl.minimum(query_length, tl.minimum(i_key + BLOCK_N, key_length) - low)
+        full_end = tl.minimum(full_end, tl.maximum(0, i_key - low + 1) // BLOCK_M * BLOCK_M)
+    full_begin = tl.minimum(full_begin, tl.maximum(query_end, 0))
+    full_end = tl.maximum(full_end, full_begin)
+
+    d_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    d_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for i_group in range(KV_GROUP):
+        head = kv_head * KV_GROUP + i_group
+        q_base = q_ptr + batch * stride_qb + head * stride_qh
+        d_out_base = d_out_ptr + batch * stride_gb + head * stride_gh
+        row_base = (batch * kv_heads * KV_GROUP + head) * query_length
+        lse_base = lse_ptr + row_base
+        delta_base = delta_ptr + row_base
+        if HAS_HIGH:
+            d_k, d_v = _accumulate_dkdv(
+                d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, query_begin, full_begin, query_length, key_length,
+                stride_qs, stride_gs, scale_log2, low, high, D, DV,
+                BLOCK_M, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, MAKE_DK, MAKE_DV,
+            )  # fmt: skip
+        d_k, d_v = _accumulate_dkdv(
+            d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, full_begin, full_end, query_length, key_length,
+            stride_qs, stride_gs, scale_log2, low, high, D, DV,
+            BLOCK_M, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, False, PRECISION, MAKE_DK, MAKE_DV,
+        )  # fmt: skip
+        d_k, d_v = _accumulate_dkdv(
+            d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, full_end, query_end, query_length, key_length,
+            stride_qs, stride_gs, scale_log2, low, high, D, DV,
+            BLOCK_M, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, MAKE_DK, MAKE_DV,
+        )  # fmt: skip
+
+    d_k_base = d_k_ptr + batch * stride_dkb + kv_head * stride_dkh
+    d_v_base = d_v_ptr + batch * stride_dvb + kv_head * stride_dvh
+    if MAKE_DK:
+        store_rows(d_k_base, d_k * scale, i_key, key_length, stride_dks, D, BLOCK_N, BLOCK_D)
+    if MAKE_DV:
+        store_rows(d_v_base, d_v, i_key, key_length, stride_dvs, DV, BLOCK_N, BLOCK_DV)
+
+
+@triton.jit
+def _accumulate_dq(
+    d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, key_begin, key_end, key_length, stride_ks, stride_vs, scale_log2,
+    low, high, D, DV,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One pass over key tiles: d_q += dS K."""
+    for i_key in range(key_begin, key_end, BLOCK_N):
+        b_k = load_rows(
+            k_base, i_key, key_length, stride_ks, 0, D, BLOCK_N, BLOCK_D, EVEN_D, MASKED
+        )  # [BLOCK_N, BLOCK_D]
+        b_v = load_rows(
+            v_base, i_key, key_length, stride_vs, 0, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
+        )  # [BLOCK_N, BLOCK_DV]
+        b_s = tile_dot(b_q, tl.trans(b_k), PRECISION)  # [BLOCK_M, BLOCK_N]
+        d_p = tile_dot(b_d_out, tl.trans(b_v), PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_p = tl.exp2(b_s * scale_log2 - lse_log2[:, None])
+        d_s = b_p * (d_p - delta[:, None])
+        if MASKED:
+            i_keys = i_key + tl.arange(0, BLOCK_N)
+            visible = (i_keys < key_length)[None, :]
+            if HAS_LOW:
+                visible = visible & (i_keys[None, :] - i_queries[:, None] >= low)
+            if HAS_HIGH:
+                visible = visible & (i_keys[None, :] - i_queries[:, None] <= high)
+            d_s = tl.where(visible, d_s, 0.0)
+        d_q = tile_dot_add(d_s.to(b_k.dtype), b_k, d_q, PRECISION)  # [BLOCK_M, BLOCK_D]
+    return d_q
+
+
+@triton.jit(do_not_specialize=["query_length", "key_length", "heads", "batch_heads", "head_group", "low", "high"])
+def attention_backward_dq_kernel(
+    q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, d_q_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
+    stride_dqb, stride_dqs, stride_dqh,
+    query_length, key_length, heads, batch_heads, head_group, D, DV, scale, scale_log2, low, high,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    KV_GROUP: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_q [B, Sq, Hq, D]."""
+    i_query, batch_head = query_tile(tl.program_id(0), query_length, batch_heads, head_group, BLOCK_M)
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+
+    i_queries = i_query + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    inside = i_queries < query_length
+    q_base = q_ptr + batch * stride_qb + head * stride_qh
+    d_out_base = d_out_ptr + batch * stride_gb + head * stride_gh
+    k_base = k_ptr + batch * stride_kb + head // KV_GROUP * stride_kh
+    v_base = v_ptr + batch * stride_vb + head // KV_GROUP * stride_vh
+    row_base = batch_head.to(tl.int64) * query_length
+    b_q = load_rows(
+        q_base, i_query, query_length, stride_qs, 0, D, BLOCK_M, BLOCK_D, EVEN_D, True
+    )  # [BLOCK_M, BLOCK_D]
+    b_d_out = load_rows(
+        d_out_base, i_query, query_length, stride_gs, 0, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
+    )  # [BLOCK_M, BLOCK_DV]
+    lse_log2 = tl.load(lse_ptr + row_base + i_queries, mask=inside, other=float("inf")) * LOG2_E  # [BLOCK_M]
+    delta = tl.load(delta_ptr + row_base + i_queries, mask=inside, other=0.0)  # [BLOCK_M]
+
+    key_begin, full_begin, full_end, key_end = visible_keys(
+        i_query, query_length, key_length, low, high, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH
+    )
+    d_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if HAS_LOW:
+        d_q = _accumulate_dq(
+            d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, key_begin, full_begin, key_length, stride_ks, stride_vs,
+            scale_log2, low, high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
+        )  # fmt: skip
+    d_q = _accumulate_dq(
+        d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, full_begin, full_end, key_length, stride_ks, stride_vs,
+        scale_log2, low, high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, False, PRECISION,
+    )  # fmt: skip
+    d_q = _accumulate_dq(
+        d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, full_end, key_end, key_length, stride_ks, stride_vs,
+        scale_log2, low, high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
+    )  # fmt: skip
+    d_q_base = d_q_ptr + batch * stride_dqb + head * stride_dqh
+    store_rows(d_q_base, d_q * scale, i_query, query_length, stride_dqs, D, BLOCK_M, BLOCK_D)

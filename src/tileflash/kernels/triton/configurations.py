@@ -1,0 +1,71 @@
+"""Tile sizes of the portable attention kernels: measured on an H200 for Hopper, compiled and counted for everything else.
+
+The order of a measurement: every candidate compiled, those that spilled or did not fit dropped, the rest timed at 16,384 tokens and
+2,048 columns (docs/kernels.md has the figures). Keys are (kernel, head dimension padded to a power of two).
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+Kernel = Literal["forward", "dkdv", "dk", "dv", "dq"]
+
+# From this padded head dimension on, d_k and d_v are made by a pass each: both accumulators together would spill.
+SPLIT_KEY_PASS_FROM = 256
+
+
+class Tile(NamedTuple):
+    """Query rows and key rows of a tile, warps of a program, stages of the software pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Hopper has 227 KB of shared memory and wgmma. (full, banded) where the two differ.
+HOPPER: dict[tuple[Kernel, int], tuple[Tile, Tile]] = {
+    ("forward", 64): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    ("forward", 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+    ("forward", 256): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
+    ("dkdv", 64): (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("dkdv", 128): (Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
+    ("dk", 256): (Tile(32, 128, 8, 2), Tile(32, 128, 8, 2)),
+    ("dv", 256): (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2)),
+    ("dq", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3)),
+    ("dq", 128): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("dq", 256): (Tile(128, 64, 8, 1), Tile(128, 64, 8, 1)),
+}
+
+# Everything else: at most 64 KB of shared memory (AMD CDNA 3; NVIDIA's consumer parts have 99 KB).
+PORTABLE: dict[tuple[Kernel, int], Tile] = {
+    ("forward", 64): Tile(64, 64, 4, 2),
+    ("forward", 128): Tile(64, 32, 4, 2),
+    ("forward", 256): Tile(64, 32, 8, 1),
+    ("dkdv", 64): Tile(32, 64, 4, 2),
+    ("dkdv", 128): Tile(32, 64, 4, 1),
+    ("dk", 256): Tile(16, 32, 4, 1),
+    ("dv", 256): Tile(16, 32, 4, 1),
+    ("dq", 64): Tile(64, 32, 4, 2),
+    ("dq", 128): Tile(64, 32, 4, 1),
+    ("dq", 256): Tile(32, 16, 4, 1),
+}
+
+# fp32 goes through FMA units: small tiles keep the operands in registers.
+FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)}
+
+
+def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool) -> Tile:
+    """The tile for one kernel.
+
+    `block_d` is the head dimension padded to a power of two (16 to 256), `capability` the CUDA compute capability ((0, 0) in the
+    interpreter, which gets small tiles so that tests cross tile borders), `banded` whether the band has a bound (causal, window).
+    """
+    measured_d = max(64, block_d)  # narrower heads take the tiles of 64
+    if dtype is torch.float32:
+        return FLOAT32[measured_d]
+    if capability == (0, 0):
+        return Tile(32, 32, 4, 1)
+    if capability == (9, 0):
+        return HOPPER[kernel, measured_d][banded]
+    return PORTABLE[kernel, measured_d]

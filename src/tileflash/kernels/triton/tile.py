@@ -1,0 +1,106 @@
+"""What the attention kernels share: matrix products of tiles, loads with optional edges, and the order of programs.
+
+Names in kernels: S is a sequence length, D a head dimension; `i_` is an index, `b_` a tile in registers; each tile carries its shape
+in a comment. `low` and `high` bound the band: query i sees key j where low <= j - i <= high.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tile_dot(a, b, PRECISION: tl.constexpr):
+    """a [M, K] @ b [K, N] accumulated in fp32. PRECISION "ieee" keeps fp32 inputs exact (no TF32); "upcast" is for Triton's
+    interpreter, whose dot multiplies the raw bits of bf16 (triton#11584)."""
+    if PRECISION == "upcast":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def tile_dot_add(a, b, acc, PRECISION: tl.constexpr):
+    """acc [M, N] + a [M, K] @ b [K, N], all in fp32 registers."""
+    if PRECISION == "upcast":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def load_rows(
+    base,
+    i_row,
+    S,
+    stride,
+    i_column,
+    D,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Rows i_row .. i_row + ROWS of a [S, D] matrix as [ROWS, COLUMNS]; what lies beyond S (EDGE) or D reads as 0.
+
+    The first row's offset is 64-bit: one head may span more than 2^31 elements; inside a tile 32 bits do.
+    """
+    i_rows = tl.arange(0, ROWS)
+    i_columns = i_column + tl.arange(0, COLUMNS)
+    pointers = base + tl.cast(i_row, tl.int64) * stride + (i_rows[:, None] * stride + i_columns[None, :])
+    if EDGE:
+        if EVEN_COLUMNS:
+            return tl.load(pointers, mask=(i_row + i_rows < S)[:, None], other=0.0)
+        return tl.load(pointers, mask=(i_row + i_rows < S)[:, None] & (i_columns < D)[None, :], other=0.0)
+    if EVEN_COLUMNS:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(i_columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(base, tile, i_row, S, stride, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Writes a [ROWS, COLUMNS] tile to rows i_row .. of a [S, D] matrix in the matrix's dtype; what lies outside is left alone."""
+    i_rows = tl.arange(0, ROWS)
+    i_columns = tl.arange(0, COLUMNS)
+    pointers = base + tl.cast(i_row, tl.int64) * stride + (i_rows[:, None] * stride + i_columns[None, :])
+    mask = (i_row + i_rows < S)[:, None] & (i_columns < D)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def query_tile(program, query_length, batch_heads, head_group, BLOCK_M: tl.constexpr):
+    """The query tile of a program: (first row, batch * heads + head).
+
+    Programs run through the heads in groups whose K and V fit the L2 cache together; inside a group the last rows of all its heads
+    come first, because under a causal mask they take longest.
+    """
+    tiles = tl.cdiv(query_length, BLOCK_M)
+    group = program // (head_group * tiles)
+    group_size = tl.minimum(head_group, batch_heads - group * head_group)
+    within = program - group * head_group * tiles
+    return (tiles - 1 - within // group_size) * BLOCK_M, group * head_group + within % group_size
+
+
+@triton.jit
+def visible_keys(
+    i_query, query_length, key_length, low, high,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+):  # fmt: skip
+    """Keys that a tile of queries sees: (key_begin, full_begin, full_end, key_end).
+
+    Some row sees a key of [key_begin, key_end); all rows see all keys of [full_begin, full_end), which is whole tiles. key_begin,
+    full_begin and full_end are multiples of BLOCK_N unless the ranges between them are empty.
+    """
+    key_begin = 0
+    key_end = key_length
+    full_begin = 0
+    full_end = key_length // BLOCK_N * BLOCK_N
+    if HAS_LOW:
+        key_begin = tl.maximum(0, i_query + low) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(0, i_query + BLOCK_M - 1 + low), BLOCK_N) * BLOCK_N
+    if HAS_HIGH:
+        key_end = tl.minimum(key_length, tl.minimum(i_query + BLOCK_M, query_length) + high)
+        full_end = tl.minimum(full_end, tl.maximum(0, i_query + high + 1) // BLOCK_N * BLOCK_N)
+    full_begin = tl.minimum(full_begin, tl.maximum(key_end, 0))
+    full_end = tl.maximum(full_end, full_begin)
+    return key_begin, full_begin, full_end, key_end
