@@ -173,10 +173,12 @@ class Logs:
         """To the terminal alone."""
         self._terminal.say(text)
 
-    def start(self, facts: dict[str, Any], *, resumed_step: int | None) -> None:
+    def start(self, facts: dict[str, Any]) -> None:
         """The run's facts, the first event of the log; a sitting that goes on with a log adds an event `resume`."""
-        goes_on = resumed_step is not None and not self._json.is_new
-        self._json.write({"event": "resume", "step": resumed_step, **facts} if goes_on else {"event": "start", **facts})
+        if self._json.is_new:
+            self._json.write({"event": "start", **facts})
+        else:
+            self._json.write({"event": "resume", "step": facts["resumed_step"], **facts})
 
     def step(self, metrics: StepMetrics) -> None:
         """A step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tileflash.train.interrupt import Interrupt
 from tileflash.train.logs import JsonLog, Logs, TensorBoardLog, Terminal
 from tileflash.train.output import Output
 from tileflash.train.setup import Setup, prepare_setup
+from tileflash.train.state import check_same_model, differences, model_facts
 from tileflash.train.trainer import Trainer, TrainResult
 
 
@@ -28,7 +30,7 @@ def run(config: TrainConfig) -> TrainResult:
         stack.enter_context(_deterministic(config.deterministic))
         output = stack.enter_context(Output(config, terminal.say))
         setup = prepare_setup(config)
-        resumed_step = None if output.checkpoint is None else int(read_state(output.checkpoint)["step"])
+        resumed_step = None if output.checkpoint is None else _check_checkpoint(output.checkpoint, config, setup, terminal)
         logs = Logs(
             terminal,
             JsonLog(output.log_path, resumed_step=resumed_step),
@@ -36,7 +38,7 @@ def run(config: TrainConfig) -> TrainResult:
         )
         stack.callback(logs.close)
         interrupt = stack.enter_context(Interrupt(terminal))
-        logs.start(_facts(config, setup), resumed_step=resumed_step)
+        logs.start({**_facts(config, setup), "resumed_step": resumed_step})
         _introduce(config, setup, logs)
         try:
             trainer = Trainer(config, setup, logs, output.path, output.checkpoint)
@@ -51,6 +53,21 @@ def run(config: TrainConfig) -> TrainResult:
         logs.end(result.status, result.message)
         logs.say(result.message)
         return result
+
+
+def _check_checkpoint(checkpoint: Path, config: TrainConfig, setup: Setup, terminal: Terminal) -> int:
+    """The step of the checkpoint to go on from; ValueError if it is of another model. Changed settings are told."""
+    state = read_state(checkpoint)
+    check_same_model(state["model"], model_facts(setup.model), checkpoint)
+    places = ("output", "resume", "load", "log_json")
+    before, now = (
+        {name: value for name, value in settings.items() if name not in places}
+        for settings in (state["config"], config.as_dict())
+    )
+    changed = differences(before, now)
+    if changed:
+        terminal.say(f"changed since {checkpoint.name}: {'; '.join(changed)}")
+    return int(state["step"])
 
 
 def _ending(error: BaseException, config: TrainConfig, setup: Setup) -> tuple[str, BaseException]:

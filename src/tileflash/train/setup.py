@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -75,27 +75,44 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _model(config: TrainConfig) -> tuple[ModelConfig, list[str]]:
+    """The model's configuration, long enough for the run's sequences, and what the user should know of it."""
     if config.init_from is not None:
-        from tileflash.weights import config_from_path
-
-        model = config_from_path(config.init_from)
-        if config.sequence_length > model.max_sequence_length:
+        model = _stored_model(config.model, config.init_from)
+        if model.family == "gpt2" and config.sequence_length > model.max_sequence_length:
             raise ValueError(
-                f"sequence_length is {config.sequence_length}: the weights at {config.init_from} have "
+                f"sequence_length is {config.sequence_length}: the weights at {config.init_from} have learned "
                 f"{model.max_sequence_length} positions; it must be at most that"
             )
-        return model, [f"weights from {config.init_from}: {model}"]
-    overrides: dict[str, Any] = dict(config.model_overrides)
-    longest = model_config(config.model, **overrides).max_sequence_length
+        notes = [f"weights from {config.init_from}"]
+    else:
+        model, notes = model_config(config.model, **config.model_overrides), []
+    longest = model.max_sequence_length
     if config.sequence_length <= longest:
-        return model_config(config.model, **overrides), []
-    if "max_sequence_length" in overrides:
+        return model, notes
+    if "max_sequence_length" in config.model_overrides:
         raise ValueError(
             f"sequence_length is {config.sequence_length} and max_sequence_length {longest}: it must be at most that"
         )
-    overrides["max_sequence_length"] = config.sequence_length
-    note = f"{config.model} has {longest} positions; this run's has {config.sequence_length}, for --sequence-length"
-    return model_config(config.model, **overrides), [note]
+    notes.append(f"{config.model} has {longest} positions; this run's has {config.sequence_length}")
+    return dataclasses.replace(model, max_sequence_length=config.sequence_length), notes
+
+
+def _stored_model(name: str, path: str) -> ModelConfig:
+    """The configuration of the weights at `path`; ValueError if `name` is a preset of another size."""
+    from tileflash.weights import config_from_path
+
+    stored, preset = config_from_path(path), model_config(name)
+    sizes = ("family", "n_layer", "n_head", "n_kv_head", "n_embd", "vocab_size")
+    different = [
+        f"{size}: {getattr(preset, size)} -> {getattr(stored, size)}"
+        for size in sizes
+        if getattr(preset, size) != getattr(stored, size)
+    ]
+    if different:
+        raise ValueError(
+            f"model is {name}, but init_from is {path}, which holds another model ({'; '.join(different)})"
+        )
+    return stored
 
 
 def _tokenizer(config: TrainConfig, vocab_size: int) -> Tokenizer | None:
@@ -122,10 +139,11 @@ def _attention(
     backend = config.attention_backend
 
     def example(heads: int) -> torch.Tensor:  # [B, S, H, D], of no size in memory
-        one_head = torch.empty(model.head_dim, device=device, dtype=dtype)
+        one_head = torch.empty(model.head_dim, device=device, dtype=dtype, requires_grad=True)
         return one_head.expand(config.batch_size, config.sequence_length, heads, model.head_dim)
 
     q, k, v = example(model.n_head), example(model.n_kv_head), example(model.n_kv_head)
-    # Also where a backend asked for by name that cannot serve is refused, before anything is built.
-    choice = tileflash.explain(q, k, v, causal=True, backend=backend)
-    return functools.partial(tileflash.attention, backend=backend), f"tileflash.attention, {choice}"
+    explanation = tileflash.explain(q, k, v, causal=True, backend=backend)
+    if explanation.choice is None:  # told before anything is built
+        raise ValueError(f'attention_backend is "{backend}": {explanation}')
+    return functools.partial(tileflash.attention, backend=backend), f"tileflash.attention: {explanation.choice}"

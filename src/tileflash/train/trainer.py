@@ -22,8 +22,6 @@ from tileflash.train.schedule import learning_rate
 from tileflash.train.setup import Setup
 from tileflash.train.state import (
     apply_random_states,
-    check_same_model,
-    differences,
     gather_tensors,
     model_facts,
     random_states,
@@ -63,10 +61,7 @@ class Trainer:
             window=config.skip_window,
             max_skips_in_a_row=config.max_skips_in_a_row,
         )
-        if checkpoint is not None:
-            self._check(checkpoint)
-        seed = None if checkpoint is not None or config.init_from is not None else config.seed
-        self.model = build_model(setup.model, attention=setup.attention, device=setup.device, seed=seed)
+        self.model = build_model(setup.model, attention=setup.attention, device=setup.device, seed=config.seed)
         if config.init_from is not None and checkpoint is None:
             from tileflash.weights import load_into
 
@@ -187,15 +182,6 @@ class Trainer:
         self.saved_step = self.step
         self.logs.flush()
         self.logs.say(f"saved {self.saved}")
-
-    def _check(self, checkpoint: Path) -> None:
-        state = read_state(checkpoint)
-        check_same_model(state["model"], model_facts(self.setup.model), checkpoint)
-        changed = differences(state["config"], self.config.as_dict())
-        where = ("output", "resume", "load", "log_json")
-        changed = [change for change in changed if change.partition(":")[0] not in where]
-        if changed:
-            self.logs.say(f"changed since {checkpoint.name}: {'; '.join(changed)}")
 
     def _restore(self, checkpoint: Path) -> None:
         device = self.setup.device
