@@ -20,7 +20,7 @@ def main() -> int:
     behaviour = json.loads(sys.argv[1])
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    for name in ("batch-size", "sequence-length", "total-batch-size", "num-iteration", "seed"):
+    for name in ("batch-size", "sequence-length", "total-batch-size", "num-iteration", "seed", "warmup-iterations"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("dtype", "device", "learning-rate", "log-json"):
         parser.add_argument(f"--{name}")

@@ -62,7 +62,9 @@ def test_every_length_is_measured_before_any_is_repeated() -> None:
 
 
 def test_both_schemes_get_the_same_arguments_but_flash() -> None:
-    config = CompareConfig(models=("gpt2",), learning_rate=3e-4, attention_backend="triton", input_bin="a*.bin")
+    config = CompareConfig(
+        models=("gpt2",), learning_rate=3e-4, warmup_iterations=5, attention_backend="triton", input_bin="a*.bin"
+    )
     setting = Setting("gpt2", 4, 1024, 10, "bfloat16")
     baseline = train_arguments(config, Run(setting, BASELINE, 1))
     flash = train_arguments(config, Run(setting, FLASH, 1))
@@ -72,6 +74,7 @@ def test_both_schemes_get_the_same_arguments_but_flash() -> None:
         *("--total-batch-size", "4096", "--num-iteration", "10"),
     ]
     assert baseline[baseline.index("--learning-rate") + 1] == "0.0003"
+    assert baseline[baseline.index("--warmup-iterations") + 1] == "5"
 
 
 def test_the_command_that_repeats_it_is_one_that_the_command_line_takes(
@@ -104,6 +107,7 @@ def test_the_command_that_repeats_it_is_one_that_the_command_line_takes(
         ({"budget_seconds": 0.0}, "budget_seconds is 0.0"),
         ({"timeout_seconds": -1.0}, "timeout_seconds is -1.0"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"warmup_iterations": -1}, "warmup_iterations is -1"),
     ],
 )
 def test_bad_settings_are_told(

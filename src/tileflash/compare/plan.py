@@ -66,7 +66,7 @@ class CompareConfig:
         num_iteration: optimizer steps of a run; at least 2, since the first is never counted.
         public_setting: measure the setting of the public report first.
         seed: of the models' weights, of the data, and of the order of the runs.
-        learning_rate, input_bin, attention_backend: handed to `tileflash train` when given.
+        learning_rate, warmup_iterations, input_bin, attention_backend: handed to `tileflash train` when given.
         timeout_seconds: a run that takes longer is killed and counts as failed.
         budget_seconds: no run goes on beyond it; None is no limit.
         demo: the losses must fall and agree, or the exit status is 1.
@@ -85,6 +85,7 @@ class CompareConfig:
     seed: int = 42
     public_setting: bool = True
     learning_rate: float | None = None
+    warmup_iterations: int | None = None
     input_bin: str | None = None
     attention_backend: str | None = None
     output: Path = Path("reports/compare")
@@ -109,6 +110,8 @@ class CompareConfig:
         for name, choices in {"dtype": DTYPES, "language": LANGUAGES}.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; must be one of {', '.join(choices)}")
+        if self.warmup_iterations is not None and self.warmup_iterations < 0:
+            raise ValueError(f"warmup_iterations is {self.warmup_iterations}; must be at least 0")
         for name in ("budget_seconds", "timeout_seconds", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -162,6 +165,8 @@ def train_arguments(config: CompareConfig, run: Run) -> list[str]:
     arguments += ["--dtype", setting.dtype, "--device", config.device, "--seed", str(config.seed)]
     if config.learning_rate is not None:
         arguments += ["--learning-rate", repr(config.learning_rate)]
+    if config.warmup_iterations is not None:
+        arguments += ["--warmup-iterations", str(config.warmup_iterations)]
     if config.input_bin is not None:
         arguments += ["--input-bin", config.input_bin]
     if run.scheme == FLASH:
@@ -178,7 +183,7 @@ def compare_command(config: CompareConfig) -> list[str]:
     command += ["--repeats", str(config.repeats), "--num-iteration", str(config.num_iteration)]
     command += ["--dtype", config.dtype, "--device", config.device, "--seed", str(config.seed)]
     command.append("--public-setting" if config.public_setting else "--no-public-setting")
-    for name in ("learning_rate", "input_bin", "attention_backend", "budget_seconds", "ledger"):
+    for name in ("learning_rate", "warmup_iterations", "input_bin", "attention_backend", "budget_seconds", "ledger"):
         value = getattr(config, name)
         if value is not None:
             command += ["--" + name.replace("_", "-"), str(value)]
