@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 from tileflash.compare.document import (
@@ -60,9 +61,9 @@ def _block(block: Block) -> str:
     if isinstance(block, Heading):
         return f"<h{block.level}>{escape(block.text)}</h{block.level}>"
     if isinstance(block, Paragraph):
-        return f'<p class="{block.kind}">{escape(block.text)}</p>' if block.kind else f"<p>{escape(block.text)}</p>"
+        return f"<p{_class(block.kind)}>{_prose(block.text)}</p>"
     if isinstance(block, Bullets):
-        return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in block.items)}</ul>"
+        return f"<ul>{''.join(f'<li>{_prose(item)}</li>' for item in block.items)}</ul>"
     if isinstance(block, Code):
         return f'<pre tabindex="0"><code>{escape(block.text)}</code></pre>'
     if isinstance(block, Facts):
@@ -73,6 +74,11 @@ def _block(block: Block) -> str:
         columns = "three" if len(block.plots) % 3 == 0 else "two"
         return f'<div class="plots {columns}">{"".join(map(_plot, block.plots))}</div>'
     return _table(block)
+
+
+def _prose(text: str) -> str:
+    """Escaped, with flags (`--flash`) kept in one piece: a browser may break a line after a hyphen."""
+    return re.sub(r"--[a-z][a-z-]*", lambda match: f'<span class="flag">{match.group()}</span>', escape(text))
 
 
 def _plot(plot: Plot) -> str:

@@ -27,7 +27,8 @@ p, ul { max-width: 46rem; margin: .6rem 0; }
 li { margin: .35rem 0; }
 .subtitle, .note, figcaption, small { color: var(--quiet); }
 .subtitle { margin-top: 0; }
-.note { font-size: .9rem; }
+.flag { white-space: nowrap; }
+.note { font-size: .92em; }
 .lead {
   max-width: none; margin: 1.2rem 0; padding: .9rem 1.1rem; font-size: 1.08rem;
   background: var(--lead); border-left: 4px solid var(--flash); border-radius: 0 6px 6px 0;
@@ -45,14 +46,14 @@ pre {
 .scroll { overflow-x: auto; margin: .8rem 0; border: 1px solid var(--rule); border-radius: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: .93rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .45rem .7rem; text-align: left; vertical-align: top; }
-th { font-weight: 600; font-size: .84rem; color: var(--quiet); background: var(--panel); vertical-align: bottom; }
+th { font-weight: 600; font-size: .9em; color: var(--quiet); background: var(--panel); vertical-align: bottom; }
 td { white-space: nowrap; }
 .number { text-align: right; }
 tr.group td { border-top: 1px solid var(--rule); }
 tr:not(.group) td:first-child { color: transparent; user-select: none; }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); }
 th:first-child { background: var(--panel); }
-td small { display: block; font-size: .78rem; line-height: 1.3; }
+td small { display: block; font-size: .84em; line-height: 1.3; }
 .good { color: var(--good); font-weight: 600; }
 .bad, .oom { color: var(--bad); font-weight: 600; }
 .missing { color: var(--quiet); }
@@ -63,7 +64,7 @@ td small { font-weight: 400; }
 figure { margin: 0; padding: .6rem; border: 1px solid var(--rule); border-radius: 6px; break-inside: avoid; }
 figure svg { display: block; width: 100%; height: auto; max-width: 34rem; margin: 0 auto; }
 figure svg text { font-family: inherit !important; }
-figcaption { font-size: .88rem; text-align: center; padding-top: .3rem; }
+figcaption { font-size: .88em; text-align: center; padding-top: .3rem; }
 @media (max-width: 40rem) {
   body { font-size: 15px; }
   main { padding: 1rem .8rem 3rem; }
@@ -77,7 +78,8 @@ figcaption { font-size: .88rem; text-align: center; padding-top: .3rem; }
   }
   @page { margin: 14mm; }
   body { font-size: 10pt; }
-  main { max-width: none; padding: 0; }
+  main, p, ul { max-width: none; }
+  main { padding: 0; }
   .scroll { overflow: visible; border: 0; }
   table { font-size: 8pt; }
   th, td { padding: .25rem .4rem; position: static !important; }
