@@ -11,7 +11,8 @@ help:
 	@echo "make demo      train GPT-2 and LLaMA-3 (tiny) with and without --flash on real text, and write a report"
 	@echo "make test      the tests (no GPU needed; GPU tests are skipped with the reason where there is none)"
 	@echo "make check     linter, formatter, type checker"
-	@echo "make gpu-test  the GPU tests, with this machine's own python3 and its packages (no network)"
+	@echo "make gpu-test  the GPU tests, with this machine's own python3 and its packages (no network);"
+	@echo "               with pytest-xdist: make gpu-test PYTEST_ARGS='-n 12' compiles the kernels side by side"
 	@echo "make format    let ruff rewrite what it can"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -42,7 +43,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 gpu-test:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache reports

@@ -53,9 +53,7 @@ def tiny(token_file: Path) -> Callable[..., TrainConfig]:
     return make
 
 
-def read_events(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The events of a JSON-lines log, of one kind or all; every line must be JSON without NaN."""
-
+def _read_events(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
@@ -63,9 +61,18 @@ def read_events(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [event for event in events if kind is None or event["event"] == kind]
 
 
-def numbers(path: Path) -> list[tuple[int, float, float, float]]:
+@pytest.fixture
+def read_events() -> Callable[..., list[dict[str, Any]]]:
+    """The events of a JSON-lines log, of one kind or all; every line must be JSON without NaN."""
+    return _read_events
+
+
+@pytest.fixture
+def numbers() -> Callable[[Path], list[tuple[int, float, float, float]]]:
     """(step, loss, learning rate, gradient norm) of every step in a log, to be compared bit for bit."""
-    return [
-        (event["step"], event["train_loss"], event["learning_rate"], event["gradient_norm"])
-        for event in read_events(path, "step")
-    ]
+
+    def read(path: Path) -> list[tuple[int, float, float, float]]:
+        names = ("step", "train_loss", "learning_rate", "gradient_norm")
+        return [tuple(event[name] for name in names) for event in _read_events(path, "step")]  # type: ignore[misc]
+
+    return read

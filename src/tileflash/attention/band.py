@@ -72,7 +72,7 @@ class Band:
             return query_length * key_length
         low = -query_length if self.low is None else self.low
         high = key_length if self.high is None else self.high
-        return _triangle(query_length, key_length, high) - _triangle(query_length, key_length, low - 1)
+        return max(0, _triangle(query_length, key_length, high) - _triangle(query_length, key_length, low - 1))
 
 
 def _triangle(query_length: int, key_length: int, high: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from tileflash.attention.band import Band
@@ -104,6 +103,15 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _refuse_second_derivative(ctx: Any, *_: Tensor) -> None:
+    raise RuntimeError(
+        'tileflash\'s kernels have no second derivative; attention(..., backend="reference") has, with O(Sq * Sk) memory'
+    )
+
+
+attention_backward.register_autograd(_refuse_second_derivative)
+
+
 @register_flop_formula(torch.ops.tileflash.attention_forward)
 def _forward_flops(q: Any, k: Any, v: Any, scale: float, low: Any, high: Any, *_: Any, **__: Any) -> int:
     pairs = Band(low, high).visible_pairs(q[1], k[1])
@@ -130,26 +138,33 @@ def _backward_flops(
 
 
 class _DirectAttention(torch.autograd.Function):
-    """The same pair of kernels without the operators' dispatch. A second derivative raises (once_differentiable)."""
+    """The same pair of kernels without the operators' dispatch."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, kernels: Kernels
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, name: str
     ) -> tuple[Tensor, Tensor]:
+        kernels = kernels_of(name)
         out, lse = kernels.forward(q, k, v, scale, low, high)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.arguments = (scale, low, high)
         ctx.kernels = kernels
+        ctx.name = name
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         if d_out is None:
             d_out = torch.zeros_like(out)
-        gradients = ctx.kernels.backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments)
+        if torch.is_grad_enabled():
+            # create_graph=True: the operator is connected to its inputs and refuses when the second derivative is taken.
+            gradients = torch.ops.tileflash.attention_backward(
+                d_out, d_lse, q, k, v, out, lse, *ctx.arguments, ctx.name
+            )
+        else:
+            gradients = ctx.kernels.backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments)
         return (*gradients, None, None, None, None)
 
 
@@ -159,10 +174,9 @@ def attend_with_kernels(
     """(out, lse) by the kernels registered under `name`, differentiable in q, k and v through both."""
     if not _plain_eager(q, k, v):
         return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name)
-    kernels = kernels_of(name)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _DirectAttention.apply(q, k, v, scale, low, high, kernels)
-    return kernels.forward(q, k, v, scale, low, high)
+        return _DirectAttention.apply(q, k, v, scale, low, high, name)
+    return kernels_of(name).forward(q, k, v, scale, low, high)
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -35,7 +35,7 @@ def tiled_forward(
     kv_heads = k.shape[2]
     out = torch.zeros((batch, query_length, heads, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.full((batch, heads, query_length), -torch.inf, dtype=compute, device=q.device)
-    if k.shape[1] == 0:
+    if k.shape[1] == 0 or lse.numel() == 0:
         return out, lse
     for begin, end in _strips(q, k):
         visible = Band(low, high).mask(begin, end, k.shape[1], q.device)  # [rows, Sk]
@@ -64,11 +64,14 @@ def tiled_backward(
     d_q = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     d_k = torch.zeros(k.shape, dtype=compute, device=q.device).transpose(1, 2)  # [B, Hkv, Sk, D]
     d_v = torch.zeros(v.shape, dtype=compute, device=q.device).transpose(1, 2)
-    for begin, end in _strips(q, k) if k.shape[1] else []:
+    for begin, end in _strips(q, k) if k.shape[1] and lse.numel() else []:
         visible = Band(low, high).mask(begin, end, k.shape[1], q.device)
         seen = visible.any(0)
         keys, values = _shared(k, seen, compute), _shared(v, seen, compute)
         queries, d_outs, outs = (_grouped(tensor[:, begin:end], kv_heads, compute) for tensor in (q, d_out, out))
+        queries = queries.masked_fill(
+            ~visible.any(1)[:, None], 0.0
+        )  # what a query that sees nothing holds must not reach d_k
         row_lse = lse[:, :, begin:end].unflatten(1, (kv_heads, -1))
         logits = (queries @ keys.transpose(3, 4) * scale).masked_fill(~visible, -torch.inf)
         weights = torch.exp(logits - row_lse.masked_fill(row_lse == -torch.inf, 0.0)[..., None])

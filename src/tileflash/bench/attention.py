@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from tileflash.bench.attention_variants import Attention, Trial, attempt, attent
 from tileflash.bench.ledger import CaseValue, Line
 from tileflash.bench.roofline import AttentionWork, Direction, attention_work, find_gpu
 from tileflash.bench.sitting import Sitting
-from tileflash.bench.statistic import geometric_mean
 from tileflash.bench.timing import Clock, Timing, TimingPlan, clock_for, compare, impossible
 
 SUITE = "attention"
@@ -145,7 +143,7 @@ class CaseResult:
                 SUITE, self.case.record(), cell.variant, "time_ms", time_ms, limit=self.limit_ms, flags=cell.flags
             )
             ratio = cell.timing.speed_ratio if cell.timing else None
-            if ratio is not None:
+            if ratio is not None and cell.variant != baseline:
                 metric = f"speed_ratio_to_{baseline}"
                 yield sitting.line(SUITE, self.case.record(), cell.variant, metric, ratio, flags=cell.flags)
 
@@ -179,11 +177,11 @@ def _measure(
     limit_ms: float | None,
 ) -> tuple[Cell, ...]:
     q, k, v, d_out = _inputs(case, suite)
-    judge = Judge(q, k, v, d_out, case.mask == "causal")
+    judge = Judge(q, k, v, d_out, case.mask == "causal")  # the same right answer for every variant
     cells: dict[str, Cell] = {}
     calls: dict[str, Callable[[], object]] = {}
     for name, function in functions.items():
-        call, trial = _prepare(case, function, (q, k, v), d_out)
+        call, trial = _prepare(case, function, q, k, v, d_out)
         if trial.result is None:
             cells[name] = Cell(name, None, (trial.flag or "failed",), trial.reason)
             continue
@@ -202,16 +200,21 @@ def _measure(
     return tuple(cells[name] for name in functions)
 
 
-def _inputs(case: AttentionCase, suite: AttentionSuite) -> tuple[torch.Tensor, ...]:
+def _inputs(case: AttentionCase, suite: AttentionSuite) -> list[torch.Tensor]:
     """q, k, v, d_out: standard normal, the same for every variant and for both directions of a shape."""
     generator = torch.Generator(suite.device).manual_seed(suite.seed)
     shape = (case.batch, case.seq, case.heads, case.head_dim)
     dtype = getattr(torch, case.dtype)
-    return tuple(torch.randn(shape, generator=generator, device=suite.device, dtype=dtype) for _ in range(4))
+    return [torch.randn(shape, generator=generator, device=suite.device, dtype=dtype) for _ in range(4)]
 
 
 def _prepare(
-    case: AttentionCase, function: Attention, inputs: tuple[torch.Tensor, ...], d_out: torch.Tensor
+    case: AttentionCase,
+    function: Attention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    d_out: torch.Tensor,
 ) -> tuple[Callable[[], tuple[torch.Tensor, ...]], Trial]:
     """The call to time and what came of it once. A backward call is the gradients alone: the graph is kept."""
     causal = case.mask == "causal"
@@ -219,11 +222,11 @@ def _prepare(
 
         def call() -> tuple[torch.Tensor, ...]:
             with torch.no_grad():
-                return (function(*inputs, causal),)
+                return (function(q, k, v, causal),)
 
         return call, attempt(call)
-    leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
-    forward = attempt(lambda: (function(*leaves, causal),))
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    forward = attempt(lambda: (function(leaves[0], leaves[1], leaves[2], causal),))
     if forward.result is None:
         return lambda: (), forward
     out = forward.result[0]
@@ -232,51 +235,3 @@ def _prepare(
         return torch.autograd.grad(out, leaves, d_out, retain_graph=True)
 
     return gradients, attempt(gradients)
-
-
-@dataclass(frozen=True)
-class Mean:
-    """Geometric mean of a variant's speed ratios to the baseline over `points` of `cases` cases."""
-
-    direction: str
-    variant: str
-    ratio: float
-    points: int
-    cases: int
-
-
-def geometric_means(results: list[CaseResult], baseline: str) -> list[Mean]:
-    """For each direction and each variant but the baseline, over the cases where both were measured."""
-    means = []
-    for direction in DIRECTIONS:
-        chosen = [result for result in results if result.case.direction == direction]
-        variants = dict.fromkeys(cell.variant for result in chosen for cell in result.cells)
-        for variant in variants:
-            timings = [c.timing for result in chosen for c in result.cells if c.variant == variant and not c.flags]
-            ratios = [t.speed_ratio.median for t in timings if t is not None and t.speed_ratio is not None]
-            if variant != baseline and ratios:
-                means.append(Mean(direction, variant, geometric_mean(ratios), len(ratios), len(chosen)))
-    return means
-
-
-def contradictions(results: list[CaseResult]) -> list[str]:
-    """Cells that contradict each other: a ratio that the times of the same cells cannot give."""
-    found = []
-    for result in results:
-        by_name = {cell.variant: cell.timing for cell in result.cells if cell.timing}
-        for name, timing in by_name.items():
-            if timing.speed_ratio is None:
-                continue
-            baseline = next(t for t in by_name.values() if t.speed_ratio is not None and _is_one(t))
-            low = baseline.time_ms.low / timing.time_ms.high
-            high = baseline.time_ms.high / timing.time_ms.low
-            if not low * (1 - 1e-9) <= timing.speed_ratio.median <= high * (1 + 1e-9):
-                found.append(
-                    f"{result.case} {name}: ratio {timing.speed_ratio.median:.3f} not in {low:.3f}..{high:.3f}"
-                )
-    return found
-
-
-def _is_one(timing: Timing) -> bool:
-    ratio = timing.speed_ratio
-    return ratio is not None and math.isclose(ratio.low, 1.0) and math.isclose(ratio.high, 1.0)

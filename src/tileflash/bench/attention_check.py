@@ -1,4 +1,4 @@
-"""Before a variant is timed its result is judged: one head of the very problem that is timed, against fp32 mathematics."""
+"""Before a variant is timed its result is judged: one head of the very problem, against fp32 mathematics."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Judge:
             peak = float(error.max() / expected.abs().max().clamp_min(1e-30))
             if not (rms <= bound and peak <= _PEAK_FACTOR * bound):  # NaN is wrong too
                 return (
-                    f"{name} is wrong: error {rms:.1e} (root mean square) and {peak:.1e} (largest), relative to the fp32 "
-                    f"reference; at most {bound:.0e} and {_PEAK_FACTOR * bound:.0e} are rounding"
+                    f"{name} is wrong: error {rms:.1e} (root mean square) and {peak:.1e} (largest), relative to the "
+                    f"fp32 reference; at most {bound:.0e} and {_PEAK_FACTOR * bound:.0e} are rounding"
                 )
         return ""

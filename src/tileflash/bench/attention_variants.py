@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 _OURS = "tileflash-"
+_LONGEST_REASON = 400
+_REFUSALS = ("No available kernel", "No viable backend")  # what a pinned SDPA says when its backend cannot serve
 _PEERS = {
     "fa2": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -37,13 +39,10 @@ def attention_variant(name: str) -> Attention:
 
 
 def _ours(backend: str) -> Attention:
-    from tileflash.attention import attention
+    from tileflash.attention.api import attention
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-        out = attention(q, k, v, causal=causal, backend=backend)
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"tileflash.attention returned {type(out).__name__}, not a tensor")
-        return out
+        return attention(q, k, v, causal=causal, backend=backend)
 
     return run
 
@@ -80,14 +79,15 @@ def attempt(call: Callable[[], tuple[torch.Tensor, ...]]) -> Trial:
         try:
             return Trial(call())
         except torch.OutOfMemoryError as error:
-            return Trial(None, "out_of_memory", _first_line(error))
+            return Trial(None, "out_of_memory", _words(error))
         except Exception as error:  # a compiler's or a driver's error has no common base
-            reasons = [_first_line(error), *(_first_line(warning.message) for warning in caught)]
-            refused = isinstance(error, ValueError | NotImplementedError) or "No available kernel" in str(error)
+            reasons = [_words(error), *(_words(warning.message) for warning in caught)]
+            refused = isinstance(error, ValueError | NotImplementedError) or any(w in str(error) for w in _REFUSALS)
             return Trial(None, "unsupported" if refused else "failed", "; ".join(dict.fromkeys(reasons)))
 
 
-def _first_line(error: object) -> str:
-    text = str(error).strip() or type(error).__name__
+def _words(error: object) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
     # PyTorch ends its explanations with the place in its C++ source that printed them.
-    return text.splitlines()[0].split(" (Triggered internally")[0]
+    text = text.split(" (Triggered internally")[0]
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 4] + " ..."

@@ -105,12 +105,14 @@ def attention_work(
     query_bytes = batch * seq_q * heads * head_dim * itemsize
     key_value_bytes = 2 * batch * seq_k * kv_heads * head_dim * itemsize
     lse_bytes = batch * heads * seq_q * 4
-    if direction == "forward":  # reads q, k, v; writes out, lse
-        moved = 2 * query_bytes + key_value_bytes + lse_bytes
-    else:  # reads q, k, v, out, d_out, lse; writes dq, dk, dv
-        moved = 4 * query_bytes + 2 * key_value_bytes + lse_bytes
+    moved_bytes = {
+        "forward": 2 * query_bytes + key_value_bytes + lse_bytes,  # reads q, k, v; writes out, lse
+        "backward": 4 * query_bytes
+        + 2 * key_value_bytes
+        + lse_bytes,  # reads q, k, v, out, d_out, lse; writes dq, dk, dv
+    }
     return AttentionWork(
         flops=per_pair * visible_pairs(seq_q, seq_k, causal),
         conventional_flops=per_pair * seq_q * seq_k * (0.5 if causal else 1.0),
-        bytes=float(moved),
+        bytes=float(moved_bytes[direction]),
     )

@@ -1,8 +1,8 @@
 """Fair timing of several callables on the same inputs.
 
 Every variant is warmed up; then come rounds, in each of which every variant runs once for the same target time after
-the same pause, in an order drawn anew. A round's figure is the median of its calls; a ratio is formed within a round, so
-that a GPU that grows warmer or slower between rounds moves both its sides.
+the same pause, in an order drawn anew. A round's figure is the median of its calls; a ratio is formed within a round,
+so that a GPU that grows warmer or slower between rounds moves both its sides.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class CudaClock:
         import torch
 
         self._torch = torch
+        self._device = device
         self._buffer = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
         self._lead = 1
 
@@ -92,23 +93,24 @@ class CudaClock:
 
     def issue_ms(self, call: Callable[[], object]) -> float:
         """See `Clock.issue_ms`."""
-        self._torch.cuda.synchronize()
+        self._torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         call()
         issued = time.perf_counter() - start
-        self._torch.cuda.synchronize()
+        self._torch.cuda.synchronize(self._device)
         return issued * 1e3
 
     def _events(self, call: Callable[[], object], calls: int, lead: int) -> list[float]:
         event = self._torch.cuda.Event
+        stream = self._torch.cuda.current_stream(self._device)  # the device need not be the current one
         pairs = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(calls)]
         for start, end in pairs:
             for _ in range(lead):
                 self._buffer.zero_()
-            start.record()
+            start.record(stream)
             call()
-            end.record()
-        self._torch.cuda.synchronize()
+            end.record(stream)
+        self._torch.cuda.synchronize(self._device)
         return [float(start.elapsed_time(end)) for start, end in pairs]
 
 
@@ -120,6 +122,8 @@ def clock_for(device: torch.device | str) -> CpuClock | CudaClock:
     if device.type == "cpu":
         return CpuClock()
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"`device` was {device}, but PyTorch sees no GPU here; use --device cpu")
         return CudaClock(device)
     raise ValueError(f"`device` was {device}; timing knows cpu and cuda")
 
@@ -136,7 +140,7 @@ class TimingPlan:
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
+        if not self.rounds >= 1:  # written so that NaN is refused too
             raise ValueError(f"`rounds` was {self.rounds}; it must be at least 1")
         for name in ("target_ms", "warmup_ms", "pause_ms"):
             value = getattr(self, name)

@@ -1,7 +1,190 @@
+"""`tileflash bench`: measure, print a table, append to the ledger."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
-app = typer.Typer()
+from tileflash.cli.errors import friendly_errors
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tileflash.bench.attention import AttentionSuite, CaseResult
+
+_WIDE = 1000
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed against peers and physical limits.")
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `attention` a command of its own name while it is the only one."""
 
 
 @app.command()
-def attention() -> None: ...
+@friendly_errors
+def attention(
+    head_dims: Annotated[str, typer.Option(help="Head dimensions, comma-separated.")] = "64,128,256",
+    lengths: Annotated[str, typer.Option(help="Sequence lengths.")] = "512,1024,2048,4096,8192,16384",
+    masks: Annotated[str, typer.Option(help="full, causal or both.")] = "full,causal",
+    direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "forward,backward",
+    variants: Annotated[
+        str,
+        typer.Option(help="tileflash-BACKEND, reference, fa2, cudnn, efficient, math (PyTorch's backends, pinned)."),
+    ] = "tileflash-triton,fa2,cudnn",
+    baseline: Annotated[str | None, typer.Option(help="Ratios are to this one [default: fa2, or the first].")] = None,
+    tokens: Annotated[int, typer.Option(help="Batch x length.")] = 16384,
+    width: Annotated[int, typer.Option(help="Heads x head dimension.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu.")] = "cuda",
+    rounds: Annotated[int, typer.Option(help="How often each variant has its turn.")] = 3,
+    target_ms: Annotated[float, typer.Option(help="Calls of this many ms a variant and round.")] = 200.0,
+    pause_ms: Annotated[float, typer.Option(help="Pause before each turn.")] = 20.0,
+    seed: Annotated[int, typer.Option(help="Of the inputs and of the order.")] = 0,
+    budget_seconds: Annotated[float | None, typer.Option(help="Stop in time; says what was left out.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Ledger to append to (JSON lines).")] = None,
+) -> None:
+    """Forward and backward speed of attention, each variant checked against an fp32 reference first.
+
+    Example: tileflash bench attention --head-dims 64,128 --lengths 1024,4096 --output benchmarks/results/attention.jsonl
+    On a CPU: tileflash bench attention --device cpu --variants tileflash-sdpa,math --tokens 512 --width 128
+    --lengths 64,512 --head-dims 64
+
+    Exit status 1 when a result was wrong, or a figure cannot be true.
+    """
+    from tileflash.bench.attention import AttentionSuite
+    from tileflash.bench.timing import TimingPlan
+
+    names = _words(variants)
+    suite = AttentionSuite(
+        head_dims=_numbers("--head-dims", head_dims),
+        lengths=_numbers("--lengths", lengths),
+        masks=_words(masks),
+        directions=_words(direction),  # type: ignore[arg-type]  # the suite checks the words
+        variants=names,
+        tokens=tokens,
+        width=width,
+        dtype=dtype,
+        device=device,
+        baseline=baseline or ("fa2" if "fa2" in names else names[0]),
+        seed=seed,
+        budget_seconds=budget_seconds,
+        timing=TimingPlan(rounds=rounds, target_ms=target_ms, pause_ms=pause_ms, seed=seed),
+    )
+    raise typer.Exit(_run_attention(suite, output))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError:
+        raise ValueError(f"`{option}` was {text!r}; it must be whole numbers separated by commas") from None
+
+
+def _run_attention(suite: AttentionSuite, output: Path | None) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from tileflash.bench.attention import run_suite
+    from tileflash.bench.ledger import append
+    from tileflash.bench.sitting import Sitting
+    from tileflash.bench.timing import clock_for
+    from tileflash.environment import environment
+
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    clock, cases = clock_for(suite.device), suite.cases()
+    sitting = Sitting.begin(environment(suite.device))
+    started = time.monotonic()
+    results: list[CaseResult] = []
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("attention", total=len(cases))
+        for result in run_suite(suite, gpu_name=sitting.gpu, clock=clock):
+            results.append(result)
+            if output is not None:
+                append(output, result.lines(sitting, suite.baseline))  # at once: an interruption loses one case
+            progress.advance(task)
+            if not errors.is_terminal:
+                errors.print(f"{len(results)}/{len(cases)} {result.case} ({time.monotonic() - started:.0f} s)")
+    if left_out := cases[len(results) :]:
+        errors.print(f"time is up: {len(left_out)} of {len(cases)} cases left out, from {left_out[0]} on")
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE  # a file or a pipe has no width that cells must be cut to
+    console.print(f"{sitting.gpu}, {', '.join(f'{k} {v}' for k, v in sitting.versions.items())}; {clock.description}")
+    console.print(
+        f"{suite.dtype}, {suite.tokens} tokens, heads x head dimension = {suite.width}; TFLOP/s count 4 B H S S D forward, "
+        f"x 2.5 backward, halved when causal; in brackets the speed relative to {suite.baseline}"
+    )
+    return _print_attention(console, errors, suite, results, output)
+
+
+def _print_attention(
+    console: Console, errors: Console, suite: AttentionSuite, results: list[CaseResult], output: Path | None
+) -> int:
+    from tileflash.bench.attention_summary import contradictions, geometric_means
+
+    for direction in suite.directions:
+        if chosen := [result for result in results if result.case.direction == direction]:
+            console.print(_table(direction, suite, chosen))
+    for reason, where in _reasons(results).items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        console.print(f"{reason} [{where[0]}{more}]", markup=False)
+    for mean in geometric_means(results, suite.baseline):
+        console.print(
+            f"{mean.direction}: {mean.variant} is {mean.ratio:.3f}x as fast as {suite.baseline} "
+            f"(geometric mean of {mean.points} points of {mean.cases} cases)"
+        )
+    if output is not None:
+        console.print(f"appended to {output}", markup=False)
+    broken = contradictions(results)
+    for contradiction in broken:
+        errors.print(f"error: {contradiction}", markup=False)
+    wrong = {"wrong_result", "faster_than_limit"} & {
+        f for result in results for cell in result.cells for f in cell.flags
+    }
+    return 1 if broken or wrong else 0
+
+
+def _reasons(results: list[CaseResult]) -> dict[str, list[str]]:
+    """Why cells hold no figure, or one that cannot be true -> the cases where that is so."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        for cell in result.cells:
+            if cell.reason:
+                found.setdefault(f"{cell.variant}: {', '.join(cell.flags)}: {cell.reason}", []).append(str(result.case))
+    return found
+
+
+def _table(direction: str, suite: AttentionSuite, results: list[CaseResult]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{direction}, TFLOP/s")
+    for heading in ("d", "mask", "S", *suite.variants, "limit"):
+        table.add_column(heading, justify="left" if heading == "mask" else "right")
+    for result in results:
+        case, work = result.case, result.case.work()
+        row = [str(case.head_dim), case.mask, str(case.seq)]
+        for cell in result.cells:
+            if cell.timing is None:
+                row.append(", ".join(cell.flags))
+                continue
+            ratio = cell.timing.speed_ratio
+            text = _significant(work.tflops(cell.timing.time_ms.median))
+            text += f" ({ratio.median:.2f}x {ratio.low:.2f}-{ratio.high:.2f})" if ratio else ""
+            row.append(f"{text} {' '.join(cell.flags)}".rstrip())
+        row.append("-" if result.limit_ms is None else _significant(work.tflops(result.limit_ms)))
+        table.add_row(*row)
+    return table
+
+
+def _significant(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"

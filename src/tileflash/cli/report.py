@@ -1,1 +1,54 @@
-def report() -> None: ...
+"""`tileflash report`: the ledger's figures as tables, printed or written into Markdown files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tileflash.cli.errors import friendly_errors
+
+
+@friendly_errors
+def report(
+    write: Annotated[
+        list[Path] | None, typer.Option(help="Markdown file whose blocks to fill; may be given several times.")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="The ledger: a file or a directory of *.jsonl.")] = Path(
+        "benchmarks/results"
+    ),
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a file is stale.")] = False,
+    language: Annotated[str | None, typer.Option(help="en or zh [default: zh for *.zh-CN.md, else en].")] = None,
+) -> None:
+    """Tables from the ledger, newest run of each GPU. Without --write they are printed.
+
+    Example: tileflash report --write README.md --write README.zh-CN.md
+    In a Markdown file a table stands between <!-- tileflash:table NAME --> and <!-- tileflash:end -->.
+    """
+    from tileflash.bench.ledger import read
+    from tileflash.bench.tables import BLOCKS, fill, language_of, render
+
+    lines = read(results)
+    if not write:
+        for name in BLOCKS:
+            typer.echo(f"## {name}\n\n{render(name, lines, language or 'en')}\n")
+        return
+    any_stale = False
+    for path in write:
+        text = path.read_bytes().decode("utf-8")
+        filled, stale = fill(text, lines, language or language_of(path), str(path))
+        if check:
+            any_stale |= bool(stale)
+            state = f"stale: {', '.join(stale)}; run `tileflash report --write {path}`" if stale else "up to date"
+            typer.echo(f"{path}: {state}", err=bool(stale))
+        elif stale:
+            aside = path.with_name(path.name + ".partial")
+            aside.write_bytes(filled.encode("utf-8"))
+            os.replace(aside, path)
+            typer.echo(f"{path}: filled {', '.join(stale)}")
+        else:
+            typer.echo(f"{path}: up to date")
+    if any_stale:
+        raise typer.Exit(1)

@@ -72,14 +72,14 @@ class DatasetWriter:
         self._aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
         self._shards: dict[str, list[TokenFileWriter]] = {split: [] for split in SPLITS}
 
-    def add_document(self, split: str, pieces: Iterable[str]) -> int:
-        """Encode one document; returns its number of characters that are no white space. It starts with begin_of_text,
-        and ends with end_of_text where that is another id (GPT-2 has one id for both)."""
-        visible = 0
+    def add_document(self, split: str, pieces: Iterable[str]) -> bool:
+        """Encode one document; returns whether it holds anything but white space. It starts with begin_of_text, and
+        ends with end_of_text where that is another id (GPT-2 has one id for both)."""
+        visible = False
         begin, end = self.tokenizer.begin_of_text, self.tokenizer.end_of_text
         self._append(split, [begin])
         for piece in pieces:
-            visible += len(piece) - sum(map(str.isspace, piece))
+            visible = visible or not (piece == "" or piece.isspace())
             self._append(split, self.tokenizer.encode(piece))
         if end != begin:
             self._append(split, [end])

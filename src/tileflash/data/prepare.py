@@ -49,10 +49,13 @@ def prepare(
     with DatasetWriter(output, tokenizer, source, shard_tokens) as writer:
         for path in texts:
             cut = split_point(path, validation_fraction)
-            visible = writer.add_document("train", file_pieces(path, 0, cut, on_bytes)) if cut > 0 else 0
-            if cut < path.stat().st_size:
-                visible += writer.add_document("val", file_pieces(path, cut, None, on_bytes))
-            if visible == 0:
+            parts = (("train", 0, cut), ("val", cut, path.stat().st_size))
+            visible = [
+                writer.add_document(split, file_pieces(path, start, stop, on_bytes))
+                for split, start, stop in parts
+                if start < stop
+            ]
+            if not any(visible):
                 raise ValueError(f"{path}: nothing but white space; it must hold some text")
         return writer.publish()
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from .attention_baseline import unfused_attention
+from ..attention.api import attention as default_attention
 from .config import GPT2Config, ModelConfig
 from .gpt2 import GPT2
 from .layers import AttentionFunction, RotaryEmbedding
@@ -20,14 +20,14 @@ Model = GPT2 | Llama3
 
 def build_model(
     config: ModelConfig,
-    attention: AttentionFunction = unfused_attention,
+    attention: AttentionFunction = default_attention,
     device: torch.device | str | None = None,
     seed: int | None = None,
 ) -> Model:
     """A freshly initialised model with float32 parameters, made on `device` (default: the CPU) with no copy elsewhere.
 
-    `attention` is any callable (q, k, v, *, causal, scale) on [B, S, H, D] tensors. `seed` None takes the device's
-    global generator. On the device "meta" the model has shapes and no values.
+    `attention` is any callable (q, k, v, *, causal, scale) on [B, S, H, D] tensors; the default is tileflash.attention.
+    `seed` None takes the device's global generator. On the device "meta" the model has shapes and no values.
     """
     model = empty_model(config, attention, device)
     if model.embedding.weight.device.type != "meta":
@@ -37,7 +37,7 @@ def build_model(
 
 def empty_model(
     config: ModelConfig,
-    attention: AttentionFunction = unfused_attention,
+    attention: AttentionFunction = default_attention,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Model:

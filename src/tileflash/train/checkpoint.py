@@ -49,11 +49,11 @@ def save_checkpoint(
         _remove(final)  # there only if it is not complete, or of a past that was resumed before it
         os.rename(aside, final)
         _sync_directory(output)
-    except Exception as error:
+    except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
         shutil.rmtree(aside, ignore_errors=True)  # a full disk has room again for the run's log
-        cause = _os_error(error)
-        if cause is None:
-            raise
+        cause = next((cause for cause in _causes(error) if isinstance(cause, OSError | KeyboardInterrupt)), None)
+        if not isinstance(cause, OSError):
+            raise cause or error from None
         raise CheckpointError(
             f"could not save the checkpoint of step {step} to {output}: {cause.strerror or cause}. Earlier checkpoints "
             f"are untouched; it needs {_size_bytes(tensors) / 1e9:.2f} GB, "
@@ -65,12 +65,20 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Read the checkpoint at `path` into `tensors`, in place; return its state. Names and shapes must be the same."""
+    """Read the checkpoint at `path` into `tensors`, in place; return its state.
+
+    CheckpointError unless all their names and shapes are in it.
+    """
     from torch.distributed import checkpoint as distributed_checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
 
     reader = distributed_checkpoint.FileSystemReader(path / _TENSORS)
-    with _quiet():
-        distributed_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    try:
+        with _quiet():
+            distributed_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        causes = "; ".join(f"{type(cause).__name__}: {cause}" for cause in _causes(error) if cause is not error)
+        raise CheckpointError(f"{path} cannot be read: {causes}") from error
     return read_state(path)
 
 
@@ -207,8 +215,8 @@ def _size_bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _os_error(error: BaseException) -> OSError | None:
-    """The operating system's error behind `error`; torch.distributed.checkpoint and torch.save wrap it in their own."""
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """`error` and all that led to it; torch.distributed.checkpoint and torch.save wrap errors in their own."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -216,8 +224,6 @@ def _os_error(error: BaseException) -> OSError | None:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        if isinstance(current, OSError):
-            return current
-        failures: Iterable[Any] = getattr(current, "failures", {}).values()
+        yield current
+        failures: Iterable[Any] = getattr(current, "failures", {}).values()  # of each rank: (error, its traceback)
         pending += [current.__cause__, current.__context__, *(failure[0] for failure in failures)]
-    return None

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -227,8 +228,8 @@ def check_names(settings: Mapping[str, Any], where: str) -> None:
 
 
 def _check_type(name: str, value: Any, expected: Any) -> None:
-    allowed = getattr(expected, "__args__", (expected,)) if "|" in str(expected) else (expected,)
-    kinds = tuple(getattr(kind, "__origin__", kind) for kind in allowed)
+    allowed = get_args(expected) if get_origin(expected) in (Union, UnionType) else (expected,)
+    kinds = tuple(get_origin(kind) or kind for kind in allowed)
     if float in kinds:
         kinds += (int,)
     # bool is a subclass of int, but `batch_size = true` is a slip.

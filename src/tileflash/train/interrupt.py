@@ -16,8 +16,9 @@ class Interrupt:
     Outside the main thread Python allows no handlers; then nothing is changed.
     """
 
-    def __init__(self, terminal: Terminal) -> None:
+    def __init__(self, terminal: Terminal, *, saves: bool) -> None:
         self.requested = False
+        self._then = " and saving" if saves else "; nothing is saved (no --output)"
         self._terminal = terminal
         self._previous: dict[int, Any] = {}
 
@@ -38,5 +39,5 @@ class Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         self._terminal.say(
-            f"{signal.Signals(number).name}: finishing this step and saving; once more ends the run at once, unsaved"
+            f"{signal.Signals(number).name}: finishing this step{self._then}. Once more ends the run at once"
         )

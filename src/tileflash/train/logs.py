@@ -110,8 +110,7 @@ class TensorBoardLog:
             say(f"no TensorBoard log: {error} (pip install tensorboard, or --no-tensorboard)")
             return
         # What a killed run wrote of later steps is hidden: they come again.
-        purge_step = None if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+        self._writer = SummaryWriter(str(directory), purge_step=(resumed_step or 0) + 1)
 
     def step(self, metrics: StepMetrics) -> None:
         """The step's figures."""

@@ -30,14 +30,16 @@ def run(config: TrainConfig) -> TrainResult:
         stack.enter_context(_deterministic(config.deterministic))
         output = stack.enter_context(Output(config, terminal.say))
         setup = prepare_setup(config)
-        resumed_step = None if output.checkpoint is None else _check_checkpoint(output.checkpoint, config, setup, terminal)
+        resumed_step = (
+            None if output.checkpoint is None else _check_checkpoint(output.checkpoint, config, setup, terminal)
+        )
         logs = Logs(
             terminal,
             JsonLog(output.log_path, resumed_step=resumed_step),
             TensorBoardLog(output.tensorboard_path, say=terminal.say, resumed_step=resumed_step),
         )
         stack.callback(logs.close)
-        interrupt = stack.enter_context(Interrupt(terminal))
+        interrupt = stack.enter_context(Interrupt(terminal, saves=output.path is not None))
         logs.start({**_facts(config, setup), "resumed_step": resumed_step})
         _introduce(config, setup, logs)
         try:

@@ -116,7 +116,12 @@ def _stored_model(name: str, path: str) -> ModelConfig:
 
 
 def _tokenizer(config: TrainConfig, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer asked for; else the one the data was made with; else the one that fits the vocabulary, or None."""
+    """The tokenizer asked for; else the one the data was made with; else the one that fits the vocabulary.
+
+    None where the run has no use for one, or there is none: only the demo corpus and samples of text need it.
+    """
+    if config.tokenizer is None and config.input_bin is not None and not config.sample_every:
+        return None
     name = config.tokenizer
     if name is None and config.input_bin is not None:
         dataset = read_dataset(Path(config.input_bin).parent)
@@ -126,7 +131,12 @@ def _tokenizer(config: TrainConfig, vocab_size: int) -> Tokenizer | None:
         name = "gpt2" if vocab_size >= _GPT2_VOCABULARY else "bytes" if vocab_size >= _BYTES_VOCABULARY else None
     if name is None:
         return None
-    return get_tokenizer(name, None if config.tokenizer_path is None else Path(config.tokenizer_path))
+    try:
+        return get_tokenizer(name, None if config.tokenizer_path is None else Path(config.tokenizer_path))
+    except ValueError as error:
+        if config.tokenizer is not None:
+            raise
+        raise ValueError(f"{error}; or choose another with --tokenizer, as --tokenizer bytes") from error
 
 
 def _attention(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tileflash.models import build_model
 from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpoint
 from tileflash.train.config import TrainConfig
@@ -61,6 +63,8 @@ class Trainer:
             window=config.skip_window,
             max_skips_in_a_row=config.max_skips_in_a_row,
         )
+        # Nothing here draws from the global generators; whatever the model may contain is then reproducible too.
+        torch.manual_seed(config.seed)
         self.model = build_model(setup.model, attention=setup.attention, device=setup.device, seed=config.seed)
         if config.init_from is not None and checkpoint is None:
             from tileflash.weights import load_into

@@ -140,6 +140,8 @@ def save_llmc(
     scaling).
     """
     path, config = Path(path), model.config
+    if float_header and isinstance(config, GPT2Config):
+        raise ValueError("float_header is True; it must be False for GPT-2, whose header has no fractions")
     multiple = GPT2_VOCAB_MULTIPLE if isinstance(config, GPT2Config) else 1
     rows = -(-config.vocab_size // multiple) * multiple
     maps = llmc_maps(config, rows)

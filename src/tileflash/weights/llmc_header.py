@@ -27,6 +27,7 @@ VERSIONS = {dtype: version for version, dtype in DTYPES.items()}
 GPT2_VOCAB_MULTIPLE = 128
 _DEFAULT_EPSILON = 1e-5  # of every LLaMA-3
 _FACTOR_BY_MINOR_VERSION = {1: 8.0, 2: 32.0}  # LLaMA 3.1 and 3.2
+_MULTIPLIER_LIMIT = 10**6  # the bits of a float above its inverse are larger integers than this
 _GENERATION_BATCH = 4  # llm.c's default of a slot that has no meaning here
 # (n_embd, intermediate_size) -> (ffn_dim_multiplier, multiple_of) of Meta's params.json.
 _META_FFN = {(2048, 8192): (1.5, 256), (3072, 8192): (1.0, 256), (4096, 14336): (1.3, 1024)}
@@ -166,7 +167,7 @@ def _intermediate_size(slots: Sequence[int], size_bytes: int, itemsize: int, sha
     # A multiplier that was cut to an integer: its width lies between those of that integer and the next.
     elements, torn = divmod(size_bytes - HEADER_BYTES, itemsize)
     width, rest = divmod(elements - others, per_unit)
-    if not torn and not rest and width % multiple_of == 0 and 0 <= multiplier <= 16:
+    if not torn and not rest and width % multiple_of == 0 and 0 <= multiplier <= _MULTIPLIER_LIMIT:
         low, high = (swiglu_width(shape.n_embd, multiplier + step, multiple_of) for step in (0, 1))
         if max(low, 1) <= width <= high:
             return width
@@ -178,9 +179,9 @@ def _intermediate_size(slots: Sequence[int], size_bytes: int, itemsize: int, sha
 
 
 def _width_candidates(multiplier: int, multiple_of: int, shape: Llama3Config) -> Iterator[int]:
-    if 1 <= multiplier <= 16:
+    if 1 <= multiplier <= _MULTIPLIER_LIMIT:
         yield swiglu_width(shape.n_embd, multiplier, multiple_of)
-    if 0.05 < (value := _as_float(multiplier)) < 64:
+    if 1 / _MULTIPLIER_LIMIT < (value := _as_float(multiplier)) < _MULTIPLIER_LIMIT:
         yield swiglu_width(shape.n_embd, float(f"{value:.7g}"), multiple_of)
         rounded = round(value * int(8 * shape.n_embd / 3))  # InfiniTrain rounds where llm.c truncates
         yield math.ceil(rounded / multiple_of) * multiple_of

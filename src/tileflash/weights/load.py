@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ..models import AttentionFunction, Model, ModelConfig, empty_model, unfused_attention
+from ..attention.api import attention as default_attention
+from ..models import AttentionFunction, Model, ModelConfig, empty_model
 from .huggingface_read import open_huggingface
 from .llmc import open_llmc
 from .tensor_map import WeightSource, fill
@@ -41,7 +42,7 @@ def config_from_path(path: Path | str) -> ModelConfig:
 def load_weights(
     path: Path | str,
     *,
-    attention: AttentionFunction = unfused_attention,
+    attention: AttentionFunction = default_attention,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Model:

@@ -123,7 +123,7 @@ def attention_backward(
     batch, query_length, heads, head_dim = q.shape
     key_length, kv_heads, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     d_q, d_k, d_v = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
-    if query_length == 0 or key_length == 0 or batch == 0:
+    if lse.numel() == 0 or key_length == 0:
         return d_q.zero_(), d_k.zero_(), d_v.zero_()
     has_low, has_high = low is not None, high is not None
     plan = _plan(q.device, q.dtype, tuple(q.shape), tuple(k.shape), head_dim_v, has_low or has_high)

@@ -37,9 +37,9 @@ def attention_backward_delta_kernel(
     out_base = out_ptr + batch * stride_ob + head * stride_oh
     d_out_base = d_out_ptr + batch * stride_gb + head * stride_gh
     b_out = load_rows(
-        out_base, i_query, query_length, stride_os, 0, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
+        out_base, i_query, 0, query_length, stride_os, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
     )  # [BLOCK_M, BLOCK_DV]
-    b_d_out = load_rows(d_out_base, i_query, query_length, stride_gs, 0, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True)
+    b_d_out = load_rows(d_out_base, i_query, 0, query_length, stride_gs, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True)
     delta = tl.sum(b_out.to(tl.float32) * b_d_out.to(tl.float32), 1)  # [BLOCK_M]
     i_queries = i_query + tl.arange(0, BLOCK_M)
     inside = i_queries < query_length
@@ -50,41 +50,45 @@ def attention_backward_delta_kernel(
 
 @triton.jit
 def _accumulate_dkdv(
-    d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, query_begin, query_end, query_length, key_length,
+    d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, begin, end, query_begin, query_end, key_length,
     stride_qs, stride_gs, scale_log2, low, high, D, DV,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr,
 ):  # fmt: skip
-    """One pass over query tiles. S and dP are made transposed, so that no result of a matrix product is ever transposed (Triton
-    3.4 to 3.7 miscompile that on Hopper at 64-wide tiles: triton#6124)."""
-    for i_query in range(query_begin, query_end, BLOCK_M):
+    """One pass over query tiles from begin to end. The tile of keys is seen by nobody outside [query_begin, query_end).
+
+    S and dP are made transposed, so that no result of a matrix product is ever transposed (Triton 3.4 to 3.7 miscompile that on Hopper
+    at 64-wide tiles: triton#6124).
+    """
+    for i_query in range(begin, end, BLOCK_M):
         i_queries = i_query + tl.arange(0, BLOCK_M)
         b_q = load_rows(
-            q_base, i_query, query_length, stride_qs, 0, D, BLOCK_M, BLOCK_D, EVEN_D, MASKED
+            q_base, i_query, query_begin, query_end, stride_qs, D, BLOCK_M, BLOCK_D, EVEN_D, MASKED
         )  # [BLOCK_M, BLOCK_D]
         b_s = tile_dot(b_k, tl.trans(b_q), PRECISION)  # [BLOCK_N, BLOCK_M]
         if MASKED:
-            # Beyond the last query the log-sum-exp reads as +inf, so P is 0 there.
-            lse = tl.load(lse_base + i_queries, mask=i_queries < query_length, other=float("inf"))  # [BLOCK_M]
+            # Where there is no query the log-sum-exp reads as +inf, so P is 0 there.
+            inside = (i_queries >= query_begin) & (i_queries < query_end)
+            lse = tl.load(lse_base + i_queries, mask=inside, other=float("inf"))  # [BLOCK_M]
         else:
             lse = tl.load(lse_base + i_queries)
         b_p = tl.exp2(b_s * scale_log2 - (lse * LOG2_E)[None, :])  # [BLOCK_N, BLOCK_M]
         if MASKED:
-            visible = (i_queries < query_length)[None, :] & (i_keys < key_length)[:, None]
+            visible = inside[None, :] & (i_keys < key_length)[:, None]
             if HAS_LOW:
                 visible = visible & (i_keys[:, None] - i_queries[None, :] >= low)
             if HAS_HIGH:
                 visible = visible & (i_keys[:, None] - i_queries[None, :] <= high)
             b_p = tl.where(visible, b_p, 0.0)
         b_d_out = load_rows(
-            d_out_base, i_query, query_length, stride_gs, 0, DV, BLOCK_M, BLOCK_DV, EVEN_DV, MASKED
+            d_out_base, i_query, query_begin, query_end, stride_gs, DV, BLOCK_M, BLOCK_DV, EVEN_DV, MASKED
         )  # [BLOCK_M, BLOCK_DV]
         if MAKE_DV:
             d_v = tile_dot_add(b_p.to(b_d_out.dtype), b_d_out, d_v, PRECISION)  # [BLOCK_N, BLOCK_DV]
         if MAKE_DK:
             if MASKED:
-                delta = tl.load(delta_base + i_queries, mask=i_queries < query_length, other=0.0)  # [BLOCK_M]
+                delta = tl.load(delta_base + i_queries, mask=inside, other=0.0)  # [BLOCK_M]
             else:
                 delta = tl.load(delta_base + i_queries)
             d_p = tile_dot(b_v, tl.trans(b_d_out), PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -123,9 +127,9 @@ def attention_backward_dkdv_kernel(
     i_keys = i_key + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
     v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
-    b_k = load_rows(k_base, i_key, key_length, stride_ks, 0, D, BLOCK_N, BLOCK_D, EVEN_D, True)  # [BLOCK_N, BLOCK_D]
+    b_k = load_rows(k_base, i_key, 0, key_length, stride_ks, D, BLOCK_N, BLOCK_D, EVEN_D, True)  # [BLOCK_N, BLOCK_D]
     b_v = load_rows(
-        v_base, i_key, key_length, stride_vs, 0, DV, BLOCK_N, BLOCK_DV, EVEN_DV, True
+        v_base, i_key, 0, key_length, stride_vs, DV, BLOCK_N, BLOCK_DV, EVEN_DV, True
     )  # [BLOCK_N, BLOCK_DV]
 
     # Queries that see some key of the tile: [query_begin, query_end); that see all of it: [full_begin, full_end), whole tiles only.
@@ -134,7 +138,7 @@ def attention_backward_dkdv_kernel(
     full_begin = 0
     full_end = query_length // BLOCK_M * BLOCK_M
     if HAS_HIGH:
-        query_begin = tl.maximum(0, i_key - high) // BLOCK_M * BLOCK_M
+        query_begin = tl.maximum(0, i_key - high)
         full_begin = tl.cdiv(tl.maximum(0, i_key + BLOCK_N - 1 - high), BLOCK_M) * BLOCK_M
     if HAS_LOW:
         query_end = tl.minimum(query_length, tl.minimum(i_key + BLOCK_N, key_length) - low)
@@ -153,17 +157,20 @@ def attention_backward_dkdv_kernel(
         delta_base = delta_ptr + row_base
         if HAS_HIGH:
             d_k, d_v = _accumulate_dkdv(
-                d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, query_begin, full_begin, query_length, key_length,
+                d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, query_begin // BLOCK_M * BLOCK_M, full_begin,
+                query_begin, query_end, key_length,
                 stride_qs, stride_gs, scale_log2, low, high, D, DV,
                 BLOCK_M, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, MAKE_DK, MAKE_DV,
             )  # fmt: skip
         d_k, d_v = _accumulate_dkdv(
-            d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, full_begin, full_end, query_length, key_length,
+            d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, full_begin, full_end,
+            query_begin, query_end, key_length,
             stride_qs, stride_gs, scale_log2, low, high, D, DV,
             BLOCK_M, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, False, PRECISION, MAKE_DK, MAKE_DV,
         )  # fmt: skip
         d_k, d_v = _accumulate_dkdv(
-            d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, full_end, query_end, query_length, key_length,
+            d_k, d_v, b_k, b_v, q_base, d_out_base, lse_base, delta_base, i_keys, full_end, query_end,
+            query_begin, query_end, key_length,
             stride_qs, stride_gs, scale_log2, low, high, D, DV,
             BLOCK_M, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, MAKE_DK, MAKE_DV,
         )  # fmt: skip
@@ -178,19 +185,19 @@ def attention_backward_dkdv_kernel(
 
 @triton.jit
 def _accumulate_dq(
-    d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, key_begin, key_end, key_length, stride_ks, stride_vs, scale_log2,
+    d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, begin, end, key_begin, key_end, stride_ks, stride_vs, scale_log2,
     low, high, D, DV,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One pass over key tiles: d_q += dS K."""
-    for i_key in range(key_begin, key_end, BLOCK_N):
+    """One pass over key tiles from begin to end: d_q += dS K. The tile of queries sees nothing outside [key_begin, key_end)."""
+    for i_key in range(begin, end, BLOCK_N):
         b_k = load_rows(
-            k_base, i_key, key_length, stride_ks, 0, D, BLOCK_N, BLOCK_D, EVEN_D, MASKED
+            k_base, i_key, key_begin, key_end, stride_ks, D, BLOCK_N, BLOCK_D, EVEN_D, MASKED
         )  # [BLOCK_N, BLOCK_D]
         b_v = load_rows(
-            v_base, i_key, key_length, stride_vs, 0, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
+            v_base, i_key, key_begin, key_end, stride_vs, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
         )  # [BLOCK_N, BLOCK_DV]
         b_s = tile_dot(b_q, tl.trans(b_k), PRECISION)  # [BLOCK_M, BLOCK_N]
         d_p = tile_dot(b_d_out, tl.trans(b_v), PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -198,7 +205,7 @@ def _accumulate_dq(
         d_s = b_p * (d_p - delta[:, None])
         if MASKED:
             i_keys = i_key + tl.arange(0, BLOCK_N)
-            visible = (i_keys < key_length)[None, :]
+            visible = (i_keys < key_end)[None, :]
             if HAS_LOW:
                 visible = visible & (i_keys[None, :] - i_queries[:, None] >= low)
             if HAS_HIGH:
@@ -231,10 +238,10 @@ def attention_backward_dq_kernel(
     v_base = v_ptr + batch * stride_vb + head // KV_GROUP * stride_vh
     row_base = batch_head.to(tl.int64) * query_length
     b_q = load_rows(
-        q_base, i_query, query_length, stride_qs, 0, D, BLOCK_M, BLOCK_D, EVEN_D, True
+        q_base, i_query, 0, query_length, stride_qs, D, BLOCK_M, BLOCK_D, EVEN_D, True
     )  # [BLOCK_M, BLOCK_D]
     b_d_out = load_rows(
-        d_out_base, i_query, query_length, stride_gs, 0, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
+        d_out_base, i_query, 0, query_length, stride_gs, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
     )  # [BLOCK_M, BLOCK_DV]
     lse_log2 = tl.load(lse_ptr + row_base + i_queries, mask=inside, other=float("inf")) * LOG2_E  # [BLOCK_M]
     delta = tl.load(delta_ptr + row_base + i_queries, mask=inside, other=0.0)  # [BLOCK_M]
@@ -245,15 +252,18 @@ def attention_backward_dq_kernel(
     d_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if HAS_LOW:
         d_q = _accumulate_dq(
-            d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, key_begin, full_begin, key_length, stride_ks, stride_vs,
+            d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, key_begin // BLOCK_N * BLOCK_N, full_begin,
+            key_begin, key_end, stride_ks, stride_vs,
             scale_log2, low, high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
         )  # fmt: skip
     d_q = _accumulate_dq(
-        d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, full_begin, full_end, key_length, stride_ks, stride_vs,
+        d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, full_begin, full_end,
+        key_begin, key_end, stride_ks, stride_vs,
         scale_log2, low, high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, False, PRECISION,
     )  # fmt: skip
     d_q = _accumulate_dq(
-        d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, full_end, key_end, key_length, stride_ks, stride_vs,
+        d_q, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_queries, full_end, key_end,
+        key_begin, key_end, stride_ks, stride_vs,
         scale_log2, low, high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
     )  # fmt: skip
     d_q_base = d_q_ptr + batch * stride_dqb + head * stride_dqh

@@ -12,21 +12,21 @@ from tileflash.kernels.triton.tile import LN_2, load_rows, query_tile, store_row
 
 @triton.jit
 def _attend(
-    acc, row_sum, row_max, b_q, k_base, v_base, i_queries, key_begin, key_end, key_length, stride_ks, stride_vs, scale_log2, low, high,
+    acc, row_sum, row_max, b_q, k_base, v_base, i_queries, begin, end, key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high,
     D, DV,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One pass over the key tiles from key_begin to key_end (a multiple of BLOCK_N apart): the online softmax."""
-    for i_key in range(key_begin, key_end, BLOCK_N):
+    """One pass over the key tiles from begin to end: the online softmax. The tile of queries sees nothing outside [key_begin, key_end)."""
+    for i_key in range(begin, end, BLOCK_N):
         b_k = load_rows(
-            k_base, i_key, key_length, stride_ks, 0, D, BLOCK_N, BLOCK_D, EVEN_D, MASKED
+            k_base, i_key, key_begin, key_end, stride_ks, D, BLOCK_N, BLOCK_D, EVEN_D, MASKED
         )  # [BLOCK_N, BLOCK_D]
         b_s = tile_dot(b_q, tl.trans(b_k), PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             i_keys = i_key + tl.arange(0, BLOCK_N)
-            visible = (i_keys < key_length)[None, :]
+            visible = (i_keys < key_end)[None, :]
             if HAS_LOW:
                 visible = visible & (i_keys[None, :] - i_queries[:, None] >= low)
             if HAS_HIGH:
@@ -40,7 +40,7 @@ def _attend(
         row_sum = row_sum * rescale + tl.sum(b_p, 1)
         acc = acc * rescale[:, None]
         b_v = load_rows(
-            v_base, i_key, key_length, stride_vs, 0, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
+            v_base, i_key, key_begin, key_end, stride_vs, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
         )  # [BLOCK_N, BLOCK_DV]
         acc = tile_dot_add(b_p.to(b_v.dtype), b_v, acc, PRECISION)  # [BLOCK_M, BLOCK_DV]
         row_max = new_max
@@ -67,7 +67,7 @@ def attention_forward_kernel(
     k_base = k_ptr + batch * stride_kb + head // KV_GROUP * stride_kh
     v_base = v_ptr + batch * stride_vb + head // KV_GROUP * stride_vh
     b_q = load_rows(
-        q_base, i_query, query_length, stride_qs, 0, D, BLOCK_M, BLOCK_D, EVEN_D, True
+        q_base, i_query, 0, query_length, stride_qs, D, BLOCK_M, BLOCK_D, EVEN_D, True
     )  # [BLOCK_M, BLOCK_D]
 
     key_begin, full_begin, full_end, key_end = visible_keys(
@@ -78,21 +78,24 @@ def attention_forward_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if HAS_LOW:
         acc, row_sum, row_max = _attend(
-            acc, row_sum, row_max, b_q, k_base, v_base, i_queries, key_begin, full_begin, key_length, stride_ks, stride_vs, scale_log2, low,
-            high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
+            acc, row_sum, row_max, b_q, k_base, v_base, i_queries, key_begin // BLOCK_N * BLOCK_N, full_begin,
+            key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, b_q, k_base, v_base, i_queries, full_begin, full_end, key_length, stride_ks, stride_vs, scale_log2, low,
-        high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, False, PRECISION,
+        acc, row_sum, row_max, b_q, k_base, v_base, i_queries, full_begin, full_end,
+        key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, False, PRECISION,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, b_q, k_base, v_base, i_queries, full_end, key_end, key_length, stride_ks, stride_vs, scale_log2, low,
-        high, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
+        acc, row_sum, row_max, b_q, k_base, v_base, i_queries, full_end, key_end,
+        key_begin, key_end, stride_ks, stride_vs, scale_log2, low, high, D, DV,
+            BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION,
     )  # fmt: skip
 
     # A row that saw no key has the sum 0: its output is 0 and its log-sum-exp -inf.
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    lse = (row_max + tl.log2(row_sum)) * LN_2
+    lse = tl.where(row_sum == 0.0, -float("inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
     rows_inside = i_queries < query_length
     tl.store(lse_ptr + batch_head.to(tl.int64) * query_length + i_queries, lse, mask=rows_inside)
     out_base = out_ptr + batch * stride_ob + head * stride_oh

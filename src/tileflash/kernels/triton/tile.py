@@ -30,28 +30,23 @@ def tile_dot_add(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    base,
-    i_row,
-    S,
-    stride,
-    i_column,
-    D,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVEN_COLUMNS: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """Rows i_row .. i_row + ROWS of a [S, D] matrix as [ROWS, COLUMNS]; what lies beyond S (EDGE) or D reads as 0.
+    base, i_row, begin, end, stride, D,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN_COLUMNS: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Rows i_row .. i_row + ROWS of a [S, D] matrix as [ROWS, COLUMNS]; with EDGE, rows outside [begin, end) read as 0, and columns
+    beyond D always do.
 
-    The first row's offset is 64-bit: one head may span more than 2^31 elements; inside a tile 32 bits do.
+    Rows that nobody sees must be read as 0 and not merely be masked later: 0 * NaN is NaN. The first row's offset is 64-bit, for
+    one head may span more than 2^31 elements; inside a tile 32 bits do.
     """
     i_rows = tl.arange(0, ROWS)
-    i_columns = i_column + tl.arange(0, COLUMNS)
+    i_columns = tl.arange(0, COLUMNS)
     pointers = base + tl.cast(i_row, tl.int64) * stride + (i_rows[:, None] * stride + i_columns[None, :])
     if EDGE:
+        inside = ((i_row + i_rows >= begin) & (i_row + i_rows < end))[:, None]
         if EVEN_COLUMNS:
-            return tl.load(pointers, mask=(i_row + i_rows < S)[:, None], other=0.0)
-        return tl.load(pointers, mask=(i_row + i_rows < S)[:, None] & (i_columns < D)[None, :], other=0.0)
+            return tl.load(pointers, mask=inside, other=0.0)
+        return tl.load(pointers, mask=inside & (i_columns < D)[None, :], other=0.0)
     if EVEN_COLUMNS:
         return tl.load(pointers)
     return tl.load(pointers, mask=(i_columns < D)[None, :], other=0.0)
@@ -88,15 +83,15 @@ def visible_keys(
 ):  # fmt: skip
     """Keys that a tile of queries sees: (key_begin, full_begin, full_end, key_end).
 
-    Some row sees a key of [key_begin, key_end); all rows see all keys of [full_begin, full_end), which is whole tiles. key_begin,
-    full_begin and full_end are multiples of BLOCK_N unless the ranges between them are empty.
+    Some row sees a key of [key_begin, key_end); all rows see all keys of [full_begin, full_end), which is whole tiles. full_begin and
+    full_end are multiples of BLOCK_N unless the ranges beside them are empty.
     """
     key_begin = 0
     key_end = key_length
     full_begin = 0
     full_end = key_length // BLOCK_N * BLOCK_N
     if HAS_LOW:
-        key_begin = tl.maximum(0, i_query + low) // BLOCK_N * BLOCK_N
+        key_begin = tl.maximum(0, i_query + low)
         full_begin = tl.cdiv(tl.maximum(0, i_query + BLOCK_M - 1 + low), BLOCK_N) * BLOCK_N
     if HAS_HIGH:
         key_end = tl.minimum(key_length, tl.minimum(i_query + BLOCK_M, query_length) + high)

@@ -1,0 +1,94 @@
+"""The block `train`: whole training steps, baseline against flash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tileflash.bench.ledger import Line
+from tileflash.bench.markdown import newest_runs, provenance, spread, table
+from tileflash.bench.table_words import Words
+
+SUITE = "train"
+_VARIANTS = ("baseline", "flash")
+_BYTES_PER_MB = 2**20  # as PyTorch's and nvidia-smi's figures are read
+_NONE = "–"
+_Case = tuple[str, int, int]  # model, batch, seq
+
+
+def train_block(lines: Sequence[Line], words: Words) -> str:
+    """A table for each GPU: a row for each model and sequence. Empty without lines."""
+    chosen = [line for line in lines if line.suite == SUITE and line.variant in _VARIANTS]
+    return "\n\n".join(_run(run, words) for run in newest_runs(chosen))
+
+
+def _run(lines: list[Line], words: Words) -> str:
+    cases = sorted(dict.fromkeys(map(_case, lines)), key=lambda case: (case[0], case[2], case[1]))
+    found = {(_case(line), line.variant, line.metric): line for line in lines}
+    names = [words.variants[variant] for variant in _VARIANTS]
+    headings = [words.model, words.batch_by_sequence]
+    for heading in (words.step_ms, words.tokens_per_s, words.peak_mb):
+        headings += [heading.format(variant=name) for name in names]
+    headings += [words.speed_up, words.memory_saving]
+    rows = []
+    for case in cases:
+        row = [case[0], f"{case[1]} × {case[2]}"]
+        for metric in ("step_ms", "tokens_per_s", "peak_bytes"):
+            row += [_cell(found.get((case, variant, metric)), metric, words) for variant in _VARIANTS]
+        step, peak = (
+            [found.get((case, variant, metric)) for variant in _VARIANTS] for metric in ("step_ms", "peak_bytes")
+        )
+        row += [_speed_up(*step), _saving(*peak)]
+        rows.append(row)
+    dtypes = ", ".join(dict.fromkeys(str(line.case["dtype"]) for line in lines))
+    note = words.train_note.format(dtype=dtypes, repeats=max(line.repeats for line in lines))
+    return "\n\n".join([table(headings, rows, left=2), note, provenance(lines, _command(lines), words)])
+
+
+def _case(line: Line) -> _Case:
+    return str(line.case["model"]), int(line.case["batch"]), int(line.case["seq"])
+
+
+def _cell(line: Line | None, metric: str, words: Words) -> str:
+    if line is None:
+        return _NONE
+    if line.median is None:
+        return ", ".join(words.flags.get(flag, flag) for flag in line.flags)
+    if metric == "step_ms":
+        return f"{line.median:,.2f}"
+    return f"{line.median:,.0f}" if metric == "tokens_per_s" else f"{line.median / _BYTES_PER_MB:,.0f}"
+
+
+def _speed_up(baseline: Line | None, flash: Line | None) -> str:
+    quotients = _quotients(baseline, flash)
+    if quotients is None:
+        return _NONE
+    median, low, high = quotients
+    return spread(f"{median:.2f}x", f"{low:.2f}", f"{high:.2f}")
+
+
+def _saving(baseline: Line | None, flash: Line | None) -> str:
+    quotients = _quotients(flash, baseline)
+    if quotients is None:
+        return _NONE
+    median, low, high = quotients
+    return spread(f"{100 * (1 - median):.1f} %", f"{100 * (1 - high):.1f}", f"{100 * (1 - low):.1f}")
+
+
+def _quotients(above: Line | None, below: Line | None) -> tuple[float, float, float] | None:
+    """(median, lowest, highest) of a quotient of two figures, as far apart as their own spreads allow."""
+    if above is None or below is None:
+        return None
+    if above.median is None or above.low is None or above.high is None:
+        return None
+    if below.median is None or below.low is None or below.high is None or below.low <= 0:
+        return None
+    return above.median / below.median, above.low / below.high, above.high / below.low
+
+
+def _command(lines: list[Line]) -> str:
+    models = " ".join(dict.fromkeys(str(line.case["model"]) for line in lines))
+    lengths = ",".join(map(str, sorted({int(line.case["seq"]) for line in lines})))
+    batches = {int(line.case["batch"]) for line in lines}
+    batch = f" --batch-size {batches.pop()}" if len(batches) == 1 else ""
+    device = " --device cpu" if lines[0].gpu.startswith("CPU") else ""
+    return f"tileflash compare {models} --lengths {lengths}{batch}{device}"

@@ -1,0 +1,78 @@
+"""Tables in Markdown files that are generated from the ledger, never typed.
+
+A block stands between `<!-- tileflash:table NAME -->` and `<!-- tileflash:end -->`; all between is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tileflash.bench.ledger import Line
+from tileflash.bench.table_attention import attention_block
+from tileflash.bench.table_train import train_block
+from tileflash.bench.table_words import Words, words_for
+
+_MARK = re.compile(r"<!-- tileflash:(?:(end)|table ([^\s>]+)) -->")
+_CHINESE_SUFFIX = ".zh-CN.md"
+
+# A block's name -> the table from the ledger's lines, and the command that measures it for the first time.
+BLOCKS: dict[str, tuple[Callable[[Sequence[Line], Words], str], str]] = {
+    "attention-forward": (
+        lambda lines, words: attention_block(lines, "forward", words),
+        "tileflash bench attention --output benchmarks/results/attention.jsonl",
+    ),
+    "attention-backward": (
+        lambda lines, words: attention_block(lines, "backward", words),
+        "tileflash bench attention --output benchmarks/results/attention.jsonl",
+    ),
+    "train": (train_block, "tileflash compare gpt2 llama3-1b --ledger benchmarks/results/train.jsonl"),
+}
+
+
+def language_of(path: Path) -> str:
+    """`zh` for files named *.zh-CN.md, `en` for all others."""
+    return "zh" if path.name.endswith(_CHINESE_SUFFIX) else "en"
+
+
+def render(name: str, lines: Sequence[Line], language: str) -> str:
+    """The Markdown of one block, newest run of each GPU; a sentence that says how to measure where there is none."""
+    if name not in BLOCKS:
+        raise ValueError(f"there is no table {name!r}; the tables are {', '.join(BLOCKS)}")
+    words = words_for(language)
+    make, command = BLOCKS[name]
+    return make(lines, words) or words.nothing.format(command=command)
+
+
+def fill(text: str, lines: Sequence[Line], language: str, name: str = "the text") -> tuple[str, list[str]]:
+    """Replace every block of a Markdown text; returns the new text and the names of the blocks that were stale.
+
+    `name` stands for the text in messages. ValueError, with the line: an unknown table, a block without an end, an end
+    without a block; or a text with no block at all.
+    """
+    parts: list[str] = []
+    stale: list[str] = []
+    position, open_block, blocks = 0, "", 0
+    for mark in _MARK.finditer(text):
+        where = f"{name}, line {text.count(chr(10), 0, mark.start()) + 1}"
+        is_end, block = mark.group(1) is not None, mark.group(2)
+        if is_end != bool(open_block):
+            problem = "an end without a block" if is_end else f"the block {open_block!r} before it has no end"
+            raise ValueError(f"{where}: {problem}; a block ends with <!-- tileflash:end -->")
+        if not is_end:
+            if block not in BLOCKS:
+                raise ValueError(f"{where}: there is no table {block!r}; the tables are {', '.join(BLOCKS)}")
+            parts.append(text[position : mark.end()])
+            position, open_block, blocks = mark.end(), block, blocks + 1
+            continue
+        content = f"\n{render(open_block, lines, language)}\n"
+        if text[position : mark.start()] != content:
+            stale.append(open_block)
+        parts.append(content)
+        position, open_block = mark.start(), ""
+    if open_block:
+        raise ValueError(f"{name}: the block {open_block!r} has no end; it must end with <!-- tileflash:end -->")
+    if blocks == 0:
+        raise ValueError(f"{name}: holds no block <!-- tileflash:table NAME --> ... <!-- tileflash:end -->")
+    return "".join(parts) + text[position:], stale

@@ -1,0 +1,158 @@
+"""Compile the attention kernels for a GPU that is not there, and read what came out: registers, spills, shared memory, wgmma.
+
+`python -m tileflash.kernels.triton.offline sm_90 sm_80 gfx942` prints a JSON line for every shipped configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tileflash.kernels.triton.attention_backward import (
+    attention_backward_delta_kernel,
+    attention_backward_dkdv_kernel,
+    attention_backward_dq_kernel,
+)
+from tileflash.kernels.triton.attention_forward import attention_forward_kernel
+from tileflash.kernels.triton.configurations import SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_KERNELS = {
+    "forward": attention_forward_kernel,
+    "dkdv": attention_backward_dkdv_kernel,
+    "dk": attention_backward_dkdv_kernel,
+    "dv": attention_backward_dkdv_kernel,
+    "dq": attention_backward_dq_kernel,
+    "delta": attention_backward_delta_kernel,
+}
+_TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one kernel compiled to. `spill_bytes` counts stores and loads; on AMD it is 4 bytes a spilled register."""
+
+    target: str
+    kernel: str
+    head_dim: int
+    banded: bool
+    dtype: str
+    tile: tuple[int, int, int, int]
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    wgmma: int
+    warnings: int
+
+
+def shipped_configurations(
+    target: str, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)
+) -> Iterator[tuple[str, int, bool, Tile]]:
+    """(kernel, head dimension, banded, tile) of everything that `tileflash.attention` launches on the target."""
+    gpu = TARGETS[target]
+    capability = divmod(int(gpu.arch), 10) if gpu.backend == "cuda" else (9, 4)
+    for head_dim in head_dims:
+        key_passes: tuple[Kernel, ...] = ("dk", "dv") if head_dim >= SPLIT_KEY_PASS_FROM else ("dkdv",)
+        kernels: tuple[Kernel, ...] = ("forward", *key_passes, "dq")
+        for banded in (False, True):
+            for kernel in kernels:
+                yield kernel, head_dim, banded, select_tile(kernel, head_dim, dtype, capability, banded)
+        yield "delta", head_dim, False, Tile(64 if head_dim <= 128 else 32, 0, 4, 1)
+
+
+def compile_offline(target: str, kernel: str, head_dim: int, banded: bool, tile: Tile, dtype: torch.dtype) -> Report:
+    """Compile one kernel for a target and read the result. Works without a GPU; takes one to five seconds."""
+    function = _KERNELS[kernel]
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": head_dim, "BLOCK_DV": head_dim, "KV_GROUP": 1,
+        "EVEN_D": True, "EVEN_DV": True, "HAS_LOW": False, "HAS_HIGH": banded, "HAS_D_LSE": False, "PRECISION": "ieee",
+        "MAKE_DK": kernel != "dv", "MAKE_DV": kernel != "dk",
+    }  # fmt: skip
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    signature = {name: _type_of(name, dtype) if name not in constants else "constexpr" for name in function.arg_names}
+    # Strides, head dimensions and addresses are multiples of 16 in every case that matters.
+    divisible = [
+        i
+        for i, name in enumerate(function.arg_names)
+        if name.endswith("_ptr") or name.startswith("stride") or name in ("D", "DV")
+    ]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
+    source = ASTSource(function, signature, constants, attributes)
+    compiled = triton.compile(
+        source, target=TARGETS[target], options={"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    )
+    read = _read_amd if TARGETS[target].backend == "hip" else _read_nvidia
+    registers, spill_bytes, wgmma, warnings = read(compiled, target)
+    return Report(
+        target,
+        kernel,
+        head_dim,
+        banded,
+        _TYPE_NAMES[dtype],
+        tuple(tile),
+        registers,
+        spill_bytes,
+        compiled.metadata.shared,
+        wgmma,
+        warnings,
+    )
+
+
+def _type_of(name: str, dtype: torch.dtype) -> str:
+    if name in ("lse_ptr", "delta_ptr", "d_lse_ptr"):
+        return "*fp32"
+    if name.endswith("_ptr"):
+        return "*" + _TYPE_NAMES[dtype]
+    return "fp32" if name.startswith("scale") else "i32"
+
+
+def _read_nvidia(compiled: Any, target: str) -> tuple[int, int, int, int]:
+    """Assembles the PTX once more, because only `ptxas -v` tells of spills and of wgmma that it had to serialise (C75xx)."""
+    ptxas = (
+        Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if target == "sm_100" else "ptxas")
+    )
+    architecture = target + ("a" if target in ("sm_90", "sm_100") else "")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [str(ptxas), "-v", f"--gpu-name={architecture}", file.name, "-o", "/dev/null"]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = run.stdout + run.stderr
+    spills = sum(int(count) for count in re.findall(r"(\d+) bytes spill", said))
+    registers = int(re.findall(r"Used (\d+) registers", said)[0])
+    return registers, spills, compiled.asm["ptx"].count("wgmma.mma_async"), len(re.findall(r"C75\d\d", said))
+
+
+def _read_amd(compiled: Any, target: str) -> tuple[int, int, int, int]:
+    text = compiled.asm["amdgcn"]
+    spilled = sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text))
+    return int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0]), 4 * spilled, 0, 0
+
+
+def main(targets: list[str]) -> None:
+    """Print a JSON line for each shipped configuration of each target, in bf16 and for head dimension 64 in fp32."""
+    for target in targets:
+        for dtype, head_dims in ((torch.bfloat16, (64, 128, 256)), (torch.float32, (64,))):
+            for kernel, head_dim, banded, tile in shipped_configurations(target, dtype, head_dims):
+                print(json.dumps(asdict(compile_offline(target, kernel, head_dim, banded, tile, dtype))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(TARGETS))

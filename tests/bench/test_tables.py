@@ -1,0 +1,183 @@
+"""Tables in Markdown come from the ledger alone: newest run of each GPU, both languages, and never half a block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tileflash.bench import Line, Sitting, Statistic
+from tileflash.bench.tables import BLOCKS, fill, language_of, render
+
+H200 = Sitting(
+    "run-1", "2026-12-01T09:30:00Z", "abc1234", "NVIDIA H200", {"torch": "2.11.0+cu130", "driver": "580.159.04"}
+)
+
+
+def _figure(median: float, repeats: int = 3) -> Statistic:
+    return Statistic(median, median * 0.9, median * 1.1, repeats)
+
+
+def _attention(sitting: Sitting = H200, direction: str = "forward", ours_ms: float = 0.5) -> list[Line]:
+    lines = []
+    for seq in (512, 1024):
+        case = {
+            "direction": direction, "batch": 16384 // seq, "heads": 16, "kv_heads": 16, "seq": seq, "head_dim": 128,
+            "mask": "causal", "dtype": "bfloat16",
+        }  # fmt: skip
+        lines += [
+            sitting.line("attention", case, "tileflash-triton", "time_ms", _figure(ours_ms), limit=0.1),
+            sitting.line("attention", case, "tileflash-triton", "speed_ratio_to_fa2", _figure(1.0 / ours_ms)),
+            sitting.line("attention", case, "fa2", "time_ms", _figure(1.0), limit=0.1),
+            sitting.line("attention", case, "cudnn", "time_ms", None, limit=0.1, flags=("unsupported",)),
+        ]
+    return lines
+
+
+def _train(sitting: Sitting = H200, seq: int = 4096, oom: bool = False) -> list[Line]:
+    case = {"model": "gpt2", "batch": 4, "seq": seq, "dtype": "bfloat16"}
+    lines = []
+    for variant, step_ms, tokens, peak in (("baseline", 300.0, 54613.0, 40000.0), ("flash", 100.0, 163840.0, 10000.0)):
+        for metric, value in (("step_ms", step_ms), ("tokens_per_s", tokens), ("peak_bytes", peak * 2**20)):
+            if oom and variant == "baseline":
+                lines.append(sitting.line("train", case, variant, metric, None, flags=("out_of_memory",)))
+            else:
+                lines.append(sitting.line("train", case, variant, metric, _figure(value, repeats=5)))
+    return lines
+
+
+def test_attention_rows() -> None:
+    block = render("attention-forward", _attention(), "en")
+    rows = block.splitlines()
+    assert rows[0] == (
+        "| d | mask | S | tileflash-triton, TFLOP/s | fa2, TFLOP/s | cudnn, TFLOP/s | tileflash-triton / fa2 | "
+        "limit, TFLOP/s |"
+    )
+    # 4 B H S S D / 2 at S = 1024: 68.7 GFLOP in 0.5 ms and 1 ms, and 0.1 ms at the limit.
+    assert rows[3] == "| 128 | causal | 1024 | 137.4 | 68.7 | unsupported | 2.00x (1.80 – 2.20) | 687.2 |"
+    assert rows[2].startswith("| 128 | causal | 512 | 68.7 | 34.4 |")
+    assert "Geometric mean of tileflash-triton / fa2: **2.00x** over 2 points." in block
+    assert (
+        "*NVIDIA H200; torch 2.11.0+cu130, driver 580.159.04; commit abc1234; 2026-12-01. Repeat it: `tileflash bench "
+        "attention --head-dims 128 --lengths 512,1024 --masks causal --direction forward --variants "
+        "tileflash-triton,fa2,cudnn --tokens 16384 --width 2048 --rounds 3`*"
+    ) in block
+
+
+def test_the_command_that_is_printed_is_understood() -> None:
+    """The line `Repeat it` must be a command: its flags are those of tileflash bench attention."""
+    from typer.testing import CliRunner
+
+    from tileflash.cli import app
+
+    line = render("attention-backward", _attention(direction="backward"), "en").splitlines()[-1]
+    words = line.split("`")[1].split()
+    assert words[0] == "tileflash"
+    result = CliRunner().invoke(app, [*words[1:], "--device", "meta"])
+    assert "`device` was meta" in result.stderr  # all else was understood
+
+
+def test_flagged_figures_stand_out_and_are_in_no_mean() -> None:
+    lines = [
+        replace(line, flags=("faster_than_limit",)) if line.variant == "tileflash-triton" else line
+        for line in _attention()
+    ]
+    block = render("attention-forward", lines, "en")
+    assert "137.4 impossible: faster than the limit" in block
+    assert "Geometric mean" not in block
+
+
+def test_train_rows() -> None:
+    block = render("train", [*_train(), *_train(seq=64, oom=True)], "en")
+    rows = block.splitlines()
+    assert rows[0] == (
+        "| model | batch × sequence | ms a step, baseline | ms a step, flash | tok/s, baseline | tok/s, flash | "
+        "peak MB, baseline | peak MB, flash | speed-up | memory saving |"
+    )
+    assert rows[2] == (
+        "| gpt2 | 4 × 64 | out of memory | 100.00 | out of memory | 163,840 | out of memory | 10,000 | – | – |"
+    )
+    assert rows[3] == (
+        "| gpt2 | 4 × 4096 | 300.00 | 100.00 | 54,613 | 163,840 | 40,000 | 10,000 | 3.00x (2.45 – 3.67) | "
+        "75.0 % (69.4 – 79.5) |"
+    )
+    assert "median of 5 runs" in block
+    assert "Repeat it: `tileflash compare gpt2 --lengths 64,4096 --batch-size 4`*" in block
+
+
+def test_newest_run_of_each_gpu() -> None:
+    older = replace(H200, run="run-0", date="2026-11-30T23:59:59Z")
+    a100 = replace(H200, run="run-2", date="2026-11-01T00:00:00Z", gpu="NVIDIA A100-SXM4-80GB")
+    lines = [*_attention(ours_ms=0.5), *_attention(older, ours_ms=0.25), *_attention(a100, ours_ms=0.8)]
+    block = render("attention-forward", lines, "en")
+    assert block.count("| d | mask |") == 2
+    assert "2.00x" in block  # the newest of the H200, though an older one was appended later
+    assert "4.00x" not in block
+    assert "1.25x" in block
+    # A newer run without this table's lines does not empty it.
+    newer = replace(H200, run="run-9", date="2026-12-31T00:00:00Z")
+    assert render("attention-forward", [*lines, *_attention(newer, "backward"), *_train(newer)], "en") == block
+
+
+def test_chinese() -> None:
+    block = render("train", _train(), "zh")
+    assert "| 模型 | 批大小 × 序列长度 |" in block
+    assert "加速比" in block
+    assert "复现：`tileflash compare gpt2" in block
+    assert "因果" in render("attention-forward", _attention(), "zh")
+    with pytest.raises(ValueError, match="`language` was 'fr'"):
+        render("train", _train(), "fr")
+
+
+@pytest.mark.parametrize(("name", "language"), [("README.md", "en"), ("README.zh-CN.md", "zh"), ("zh-CN.md", "en")])
+def test_language_of_a_file(tmp_path: Any, name: str, language: str) -> None:
+    assert language_of(tmp_path / name) == language
+
+
+TEXT = (
+    "# Title\n<!-- tileflash:table train -->\nold\n<!-- tileflash:end -->\nbetween\n"
+    "<!-- tileflash:table attention-forward --><!-- tileflash:end -->\nend"
+)
+
+
+def test_fill_replaces_blocks_and_nothing_else() -> None:
+    lines = [*_attention(), *_train()]
+    filled, stale = fill(TEXT, lines, "en")
+    assert stale == ["train", "attention-forward"]
+    assert filled == (
+        f"# Title\n<!-- tileflash:table train -->\n{render('train', lines, 'en')}\n<!-- tileflash:end -->\nbetween\n"
+        f"<!-- tileflash:table attention-forward -->\n{render('attention-forward', lines, 'en')}\n<!-- tileflash:end -->\nend"
+    )
+    assert fill(filled, lines, "en") == (filled, [])
+    again, stale = fill(filled, [*lines, *_train(replace(H200, run="x", date="2027-01-01T00:00:00Z"))], "en")
+    assert stale == ["train"]
+    assert "2027-01-01" in again
+
+
+def test_no_measurement_says_how_to_make_one() -> None:
+    for name in BLOCKS:
+        assert "*No measurement yet. Make one: `tileflash " in render(name, [], "en")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "a\n<!-- tileflash:table speed -->\n<!-- tileflash:end -->",
+            "R, line 2: there is no table 'speed'; the tables are att",
+        ),
+        ("a\n\n<!-- tileflash:end -->", "R, line 3: an end without a block"),
+        (
+            "<!-- tileflash:table train -->\n<!-- tileflash:table train -->",
+            "R, line 2: the block 'train' before it has no end",
+        ),
+        ("<!-- tileflash:table train -->\n", "R: the block 'train' has no end"),
+        ("nothing", "R: holds no block"),
+    ],
+)
+def test_broken_blocks(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fill(text, _train(), "en", "R")
+    with pytest.raises(ValueError, match="there is no table"):
+        render("speed", [], "en")
