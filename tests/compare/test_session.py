@@ -220,6 +220,17 @@ def test_the_ledger_gets_each_figure_once(small_config: MakeConfig, fake_trainer
     assert read(ledger) == lines
 
 
+def test_a_comparison_taken_up_adds_to_its_sitting(
+    small_config: MakeConfig, fake_trainer: FakeTrainer, tmp_path: Path
+) -> None:
+    ledger = tmp_path / "train.jsonl"
+    for repeats in (1, 2):
+        assert _compare(small_config(ledger=ledger, resume=True, repeats=repeats), fake_trainer())[0] == 0
+    lines = read(ledger)
+    assert [line.repeats for line in lines] == [1] * 12 + [2] * 12
+    assert len({line.run for line in lines}) == 1
+
+
 def _line(lines: list[Line], length: int, variant: str, metric: str) -> Line:
     found = [li for li in lines if li.case["seq"] == length and (li.variant, li.metric) == (variant, metric)]
     assert len(found) == 1

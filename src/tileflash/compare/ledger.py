@@ -23,7 +23,8 @@ def ledger_lines(findings: Findings) -> list[Line]:
 
     Out of memory is a line without a figure and with the flag `out_of_memory`; what was not measured is no line. The
     flag `losses_differ` marks flash's figures where its losses are not the baseline's. The id of the sitting (`run`)
-    is made from its first run, so that a comparison taken up again adds to the same one.
+    is made from the date of its first run, so that a comparison taken up again adds to the same one: of lines with the
+    same id, case, variant and metric the last, with the most repeats, holds.
 
     Raises:
         ValueError: when the runs were made in different environments: they are not one sitting then.
@@ -37,8 +38,8 @@ def ledger_lines(findings: Findings) -> list[Line]:
     # By date, not by order: the first one in the plan may have been made again after a failure.
     first = min(environments, key=lambda environment: str(environment.get("date")))
     date = str(first.get("date"))
-    names = ",".join(sorted(run.name for run in findings.results))
-    digest = hashlib.sha256(f"{date} {first.get('cpu')} {names[:64]}".encode()).hexdigest()[:6]
+    models = ",".join(findings.config.models)
+    digest = hashlib.sha256(f"{date} {first.get('cpu')} {models}".encode()).hexdigest()[:6]
     sitting = {
         "run": f"{date[:10].replace('-', '')}-{date[11:19].replace(':', '')}-{digest}",
         "date": date,
