@@ -3,6 +3,7 @@
 import typer
 
 from tileflash.cli.bench import app as bench_app
+from tileflash.cli.compare import compare
 from tileflash.cli.data import app as data_app
 from tileflash.cli.report import report
 from tileflash.cli.train import train as train_command
@@ -18,6 +19,7 @@ app = typer.Typer(
 
 # commands
 app.command("train")(train_command)
+app.command("compare")(compare)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command("report")(report)
