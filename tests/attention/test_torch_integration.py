@@ -16,10 +16,8 @@ def leaves(device: str, length: int = 40, dtype: torch.dtype = torch.float32) ->
     return [torch.randn(2, length, 2, 16, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
 
 
-@pytest.mark.parametrize("backend", ["triton", "tiled", "sdpa-cpu", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "triton", "tiled", "sdpa", "reference"])
 def test_compile_without_graph_breaks(backend: str, device: str) -> None:
-    if device == "cuda" and backend == "sdpa-cpu":
-        pytest.skip("sdpa-cpu runs on the CPU only")
     torch._dynamo.reset()
 
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,7 @@ class Backend:
         found = []
         if problem.device.type not in self.devices:
             found.append(f"runs on {_listed(self.devices)}, the tensors are on {problem.device.type}")
-        elif problem.device.type == "cuda" and torch.cuda.get_device_capability(problem.device) < self.min_capability:
-            capability = torch.cuda.get_device_capability(problem.device)
+        elif problem.device.type == "cuda" and (capability := device_capability(problem.device)) < self.min_capability:
             found.append(
                 f"needs compute capability {_version(self.min_capability)}, this GPU has {_version(capability)}"
             )
@@ -89,6 +88,12 @@ class Backend:
     ) -> tuple[Tensor, Tensor | None]:
         """out [B, Sq, Hq, Dv] and, where asked for, lse [B, Hq, Sq]; differentiable. Called only without reasons against it."""
         raise NotImplementedError  # every backend has its own
+
+
+@torch.compiler.assume_constant_result
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device. A constant while torch.compile traces, which does not look into the CUDA driver."""
+    return torch.cuda.get_device_capability(device)
 
 
 def _listed(names: object) -> str:

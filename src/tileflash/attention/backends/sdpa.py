@@ -70,6 +70,8 @@ class SdpaCudnnBackend(_SdpaBackend):
         # Without a gradient to come, cuDNN need not write the log-sum-exp.
         keep_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         out, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, keep_lse, 0.0, causal, scale=scale)
+        if out.requires_grad:
+            out.register_hook(_in_layout_of_output)
         return out, None
 
 
@@ -125,3 +127,11 @@ class SdpaMathBackend(_SdpaBackend):
             q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped
         )
         return out, None
+
+
+def _in_layout_of_output(gradient: Tensor) -> Tensor:
+    """The gradient [B, H, S, D] laid out as [B, S, H, D], like the output; a copy only where it is not.
+
+    In PyTorch 2.11 cuDNN's backward gives wrong gradients, without a word, where the strides of dO differ from those of O.
+    """
+    return gradient.transpose(1, 2).contiguous().transpose(1, 2)

@@ -28,8 +28,11 @@ class TritonBackend(Backend):
     positive_scale = True
     min_capability = (8, 0)
 
+    def __init__(self) -> None:
+        self.installed = importlib.util.find_spec("triton") is not None
+
     def reasons(self, problem: AttentionProblem) -> list[str]:
-        if importlib.util.find_spec("triton") is None:
+        if not self.installed:
             return ["Triton is not installed (pip install triton)"]
         return super().reasons(problem)
 

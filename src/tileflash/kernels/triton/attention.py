@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tileflash.kernels.compat import PreparedLaunch, is_interpreted
 from tileflash.kernels.triton.attention_backward import (
-    attention_backward_delta_kernel,
     attention_backward_dkdv_kernel,
     attention_backward_dq_kernel,
 )
@@ -129,11 +128,11 @@ def attention_backward(
         launches = _remember(_backward_launches, key, prepared)
     device_index = q.get_device()
     with _current_device(q):
-        delta_launch, *key_launches, query_launch = launches
-        delta_launch((out, d_out, delta if d_lse is None else d_lse.contiguous(), delta), device_index)
+        query_launch, *key_launches = launches
+        d_lse = delta if d_lse is None else d_lse.contiguous()  # an address that is not looked at, where there is none
+        query_launch((q, k, v, out, d_out, lse, d_lse, delta, d_q), device_index)
         for launch in key_launches:
             launch((q, k, v, d_out, lse, delta, d_k, d_v), device_index)
-        query_launch((q, k, v, d_out, lse, delta, d_q), device_index)
     return d_q, d_k, d_v
 
 
@@ -156,17 +155,18 @@ def _prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor,
     has_d_lse: bool, scale: float, low: int | None, high: int | None,
 ) -> tuple[PreparedLaunch, ...]:  # fmt: skip
-    """The launches of a backward pass in order: delta, d_k and d_v (in one or two), d_q."""
+    """The launches of a backward pass in order: d_q (and delta), then d_k and d_v, in one launch or two."""
     sizes = _Sizes.of(q, k, v, low, high)
-    rows = 64 if sizes.block_dv <= 128 else 32
-    scalars: tuple[Any, ...] = (
-        *_strides(out, d_out), sizes.query_length, sizes.heads, sizes.head_dim_v,
-        rows, sizes.block_dv, sizes.block_dv == sizes.head_dim_v, has_d_lse,
-    )  # fmt: skip
-    grid_size = -(-sizes.query_length // rows) * sizes.batch * sizes.heads
-    launches = [PreparedLaunch(attention_backward_delta_kernel, grid_size, scalars, 4, 1)]
-
     numbers = (sizes.head_dim, sizes.head_dim_v, scale, scale * _LOG2_E, low or 0, high or 0)
+    tile = sizes.tile("dq")
+    scalars: tuple[Any, ...] = (
+        *_strides(q, k, v, out, d_out, d_q),
+        sizes.query_length, sizes.key_length, sizes.heads, sizes.batch * sizes.heads, sizes.kv_heads_in_l2() * sizes.kv_group, *numbers,
+        tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(), has_d_lse,
+    )  # fmt: skip
+    grid_size = -(-sizes.query_length // tile.block_m) * sizes.batch * sizes.heads
+    launches = [PreparedLaunch(attention_backward_dq_kernel, grid_size, scalars, tile.num_warps, tile.num_stages)]
+
     wide = max(sizes.block_d, sizes.block_dv) >= SPLIT_KEY_PASS_FROM
     passes: tuple[tuple[Kernel, bool, bool], ...] = (("dkdv", True, True),)
     if wide:
@@ -182,15 +182,6 @@ def _prepare_backward(
         launches.append(
             PreparedLaunch(attention_backward_dkdv_kernel, grid_size, scalars, tile.num_warps, tile.num_stages)
         )
-
-    tile = sizes.tile("dq")
-    scalars = (
-        *_strides(q, k, v, d_out, d_q),
-        sizes.query_length, sizes.key_length, sizes.heads, sizes.batch * sizes.heads, sizes.kv_heads_in_l2() * sizes.kv_group, *numbers,
-        tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(),
-    )  # fmt: skip
-    grid_size = -(-sizes.query_length // tile.block_m) * sizes.batch * sizes.heads
-    launches.append(PreparedLaunch(attention_backward_dq_kernel, grid_size, scalars, tile.num_warps, tile.num_stages))
     return tuple(launches)
 
 

@@ -1,10 +1,11 @@
-"""FlashAttention 2's backward pass (Dao 2023, Algorithm 2) as three portable Triton kernels, without atomics.
+"""FlashAttention 2's backward pass (Dao 2023, Algorithm 2) as two portable Triton kernels, without atomics.
 
 With P = exp(scale * Q K^T - lse):   dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale * dS K,   dK = scale * dS^T Q,
 where delta = rowsum(O * dO) - dLSE; the second term is all that a differentiable log-sum-exp costs.
 
-dK and dV are made by programs that own a tile of keys and walk over the queries (and the query heads that share it), dQ by programs
-that own a tile of queries and walk over the keys: every sum has a fixed order, so gradients are equal bit for bit from run to run.
+First dQ, by programs that own a tile of queries and walk over the keys; they make delta on the way and leave it for the others. Then dK
+and dV, by programs that own a tile of keys and walk over the queries (and the query heads that share it). Every sum has a fixed order,
+so gradients are equal bit for bit from run to run.
 """
 
 import triton
@@ -19,33 +20,6 @@ from tileflash.kernels.triton.tile import (
     tile_dot_add,
     visible_keys,
 )
-
-
-@triton.jit(do_not_specialize=["query_length", "heads"])
-def attention_backward_delta_kernel(
-    out_ptr, d_out_ptr, d_lse_ptr, delta_ptr,
-    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, query_length, heads, DV,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_DV: tl.constexpr, HAS_D_LSE: tl.constexpr,
-):  # fmt: skip
-    """delta [B, Hq, Sq] = rowsum(out * d_out) - d_lse, fp32."""
-    tiles = tl.cdiv(query_length, BLOCK_M)
-    program = tl.program_id(0)
-    i_query = program % tiles * BLOCK_M
-    batch_head = (program // tiles).to(tl.int64)
-    batch = batch_head // heads
-    head = batch_head % heads
-    out_base = out_ptr + batch * stride_ob + head * stride_oh
-    d_out_base = d_out_ptr + batch * stride_gb + head * stride_gh
-    b_out = load_rows(
-        out_base, i_query, 0, query_length, stride_os, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
-    )  # [BLOCK_M, BLOCK_DV]
-    b_d_out = load_rows(d_out_base, i_query, 0, query_length, stride_gs, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True)
-    delta = tl.sum(b_out.to(tl.float32) * b_d_out.to(tl.float32), 1)  # [BLOCK_M]
-    i_queries = i_query + tl.arange(0, BLOCK_M)
-    inside = i_queries < query_length
-    if HAS_D_LSE:
-        delta -= tl.load(d_lse_ptr + batch_head * query_length + i_queries, mask=inside, other=0.0)
-    tl.store(delta_ptr + batch_head * query_length + i_queries, delta, mask=inside)
 
 
 @triton.jit
@@ -217,15 +191,15 @@ def _accumulate_dq(
 
 @triton.jit(do_not_specialize=["query_length", "key_length", "heads", "batch_heads", "head_group", "low", "high"])
 def attention_backward_dq_kernel(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, d_q_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
-    stride_dqb, stride_dqs, stride_dqh,
+    q_ptr, k_ptr, v_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, delta_ptr, d_q_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_dqb, stride_dqs, stride_dqh,
     query_length, key_length, heads, batch_heads, head_group, D, DV, scale, scale_log2, low, high,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     KV_GROUP: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_D_LSE: tl.constexpr,
 ):  # fmt: skip
-    """d_q [B, Sq, Hq, D]."""
+    """d_q [B, Sq, Hq, D], and delta [B, Hq, Sq] = rowsum(out * d_out) - d_lse, fp32."""
     i_query, batch_head = query_tile(tl.program_id(0), query_length, batch_heads, head_group, BLOCK_M)
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
@@ -244,7 +218,14 @@ def attention_backward_dq_kernel(
         d_out_base, i_query, 0, query_length, stride_gs, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
     )  # [BLOCK_M, BLOCK_DV]
     lse_log2 = tl.load(lse_ptr + row_base + i_queries, mask=inside, other=float("inf")) * LOG2_E  # [BLOCK_M]
-    delta = tl.load(delta_ptr + row_base + i_queries, mask=inside, other=0.0)  # [BLOCK_M]
+    out_base = out_ptr + batch * stride_ob + head * stride_oh
+    b_out = load_rows(
+        out_base, i_query, 0, query_length, stride_os, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
+    )  # [BLOCK_M, BLOCK_DV]
+    delta = tl.sum(b_out.to(tl.float32) * b_d_out.to(tl.float32), 1)  # [BLOCK_M]
+    if HAS_D_LSE:
+        delta -= tl.load(d_lse_ptr + row_base + i_queries, mask=inside, other=0.0)
+    tl.store(delta_ptr + row_base + i_queries, delta, mask=inside)
 
     key_begin, full_begin, full_end, key_end = visible_keys(
         i_query, query_length, key_length, low, high, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH

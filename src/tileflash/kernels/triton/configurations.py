@@ -32,7 +32,7 @@ HOPPER: dict[tuple[Kernel, int], tuple[Tile, Tile]] = {
     ("dkdv", 128): (Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
     ("dk", 256): (Tile(32, 128, 8, 2), Tile(32, 128, 8, 2)),
     ("dv", 256): (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2)),
-    ("dq", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3)),
+    ("dq", 64): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
     ("dq", 128): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("dq", 256): (Tile(128, 64, 8, 1), Tile(128, 64, 8, 1)),
 }
@@ -51,8 +51,12 @@ PORTABLE: dict[tuple[Kernel, int], Tile] = {
     ("dq", 256): Tile(32, 16, 4, 1),
 }
 
-# fp32 goes through FMA units: small tiles keep the operands in registers.
-FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)}
+# fp32 goes through FMA units: small tiles and many warps keep the operands in registers. (forward, backward)
+FLOAT32: dict[int, tuple[Tile, Tile]] = {
+    64: (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    128: (Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    256: (Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+}
 
 
 def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool) -> Tile:
@@ -63,7 +67,7 @@ def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, capability: tu
     """
     measured_d = max(64, block_d)  # narrower heads take the tiles of 64
     if dtype is torch.float32:
-        return FLOAT32[measured_d]
+        return FLOAT32[measured_d][kernel != "forward"]
     if capability == (0, 0):
         return Tile(32, 32, 4, 1)
     if capability == (9, 0):

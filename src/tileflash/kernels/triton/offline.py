@@ -21,7 +21,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tileflash.kernels.triton.attention_backward import (
-    attention_backward_delta_kernel,
     attention_backward_dkdv_kernel,
     attention_backward_dq_kernel,
 )
@@ -40,7 +39,6 @@ _KERNELS = {
     "dk": attention_backward_dkdv_kernel,
     "dv": attention_backward_dkdv_kernel,
     "dq": attention_backward_dq_kernel,
-    "delta": attention_backward_delta_kernel,
 }
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -78,7 +76,6 @@ def shipped_configurations(
         for banded in (False, True):
             for kernel in kernels:
                 yield kernel, head_dim, banded, select_tile(kernel, head_dim, dtype, capability, banded)
-        yield "delta", head_dim, False, Tile(64 if head_dim <= 128 else 32, 0, 4, 1)
 
 
 def compile_offline(target: str, kernel: str, head_dim: int, banded: bool, tile: Tile, dtype: torch.dtype) -> Report:
