@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,7 +46,8 @@ def run(config: TrainConfig) -> TrainResult:
         try:
             trainer = Trainer(config, setup, logs, output.path, output.checkpoint)
             terminal.start(trainer.step)
-            result = trainer.run(interrupt)
+            with _settled_objects():
+                result = trainer.run(interrupt)
         except BaseException as error:
             status, told = _ending(error, config, setup)
             logs.end(status, str(told) or type(told).__name__)
@@ -105,6 +107,17 @@ def _introduce(config: TrainConfig, setup: Setup, logs: Logs) -> None:
     )
     for note in setup.notes:
         logs.say(f"note: {note}")
+
+
+@contextmanager
+def _settled_objects() -> Iterator[None]:
+    """Keep what exists by now (modules, the model) out of Python's garbage collections, which otherwise visit it all, mid-step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
