@@ -110,6 +110,7 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
         "# Here\n[a](other.md) [b](other.md#one-heading-two) [c](#here) [d](https://example.org/x)\n"
         "[e](gone.md) [f](other.md#gone) [g](#gone) `[h](code.md)`\n```\n[i](fenced.md)\n```\n"
     )
+    page.write_text(text)
     assert [link.split(":")[0] for link in broken_links(page, text)] == ["gone.md", "other.md#gone", "#gone"]
     block = "```sh\n$ tileflash train gpt2 \\\n    --flsh   # comment\ntileflash trian\nmake demo\nmake dmeo\nls\n```\n"
     found = list(commands(block))
