@@ -146,3 +146,8 @@ def test_sitting() -> None:
     none = sitting.line("attention", {}, "fa2", "time_ms", None, flags=("unsupported",))
     assert (none.median, none.repeats) == (None, 0)
     assert Sitting.begin({"gpu": None, "cpu": "EPYC"}).gpu == "CPU EPYC"
+
+
+def test_the_record_of_gpu_tests_beside_the_figures_is_no_figure(tmp_path: Path) -> None:
+    (tmp_path / "gpu-tests.jsonl").write_text('{"commit": "abc", "passed": 3, "failed": 0, "skipped": 1}\n')
+    assert read(tmp_path) == []

@@ -19,13 +19,11 @@ SHARED_LIMIT_BYTES = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 10
 # What is spilled at most, stores and loads together. These tiles were the fastest measured although they spill a little outside
 # their inner products; a spill that is not in this list is a regression.
 SPILL_LIMIT_BYTES = {
-    ("sm_90", "bf16", "dkdv", 64): 700,
-    ("sm_90", "bf16", "dkdv", 128): 700,
+    ("sm_90", "bf16", "dkdv", 64): 800,
+    ("sm_90", "bf16", "dkdv", 128): 300,
     ("sm_90", "bf16", "dk", 256): 200,
     ("sm_90", "bf16", "dv", 256): 200,
-    ("sm_90", "bf16", "dq", 256): 500,
-    ("sm_90", "fp32", "dkdv", 64): 2400,
-    ("sm_80", "fp32", "dkdv", 64): 2400,
+    ("sm_90", "bf16", "dq", 256): 600,
 }
 OTHERWISE_BYTES = {"sm_80": 64, "sm_90": 0, "gfx942": 512}
 
@@ -52,9 +50,7 @@ def triton_path(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_shipped_configurations_fit_the_hardware(target: str, triton_path: str) -> None:
     found = reports(target, triton_path)
-    assert (
-        len(found) == 30
-    )  # forward, d_k and d_v in one pass or two, d_q, full and banded, and delta; bf16 in 3 sizes, fp32 in one
+    assert len(found) == 26  # forward, d_q, d_k and d_v (apart at 256), full and banded; bf16 in three sizes, fp32 in one
     for report in found:
         name = f"{report}"
         assert report["shared_bytes"] <= SHARED_LIMIT_BYTES[target], name

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 SCHEMA = 1
+GPU_TESTS = "gpu-tests.jsonl"  # counts of test runs, kept beside the figures; not lines of this schema
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z")
 _TEXTS = ("run", "commit", "gpu", "suite", "variant", "metric")
 
@@ -162,7 +163,7 @@ def read(
     wanted = {name: value for name, value in wanted.items() if value is not None}
     found = []
     for path in map(Path, sources):
-        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        for file in sorted(set(path.glob("*.jsonl")) - {path / GPU_TESTS}) if path.is_dir() else [path]:
             for line in _read_file(file):
                 matches = all(getattr(line, name) == value for name, value in wanted.items())
                 if matches and all(line.case.get(name) == value for name, value in (case or {}).items()):
