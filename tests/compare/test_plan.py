@@ -77,6 +77,14 @@ def test_both_schemes_get_the_same_arguments_but_flash() -> None:
     assert baseline[baseline.index("--warmup-iterations") + 1] == "5"
 
 
+def test_a_captured_step_is_asked_for_in_both_schemes() -> None:
+    config = CompareConfig(models=("gpt2",), cuda_graph=True)
+    setting = Setting("gpt2", 4, 1024, 10, "bfloat16")
+    assert all("--cuda-graph" in train_arguments(config, Run(setting, scheme, 1)) for scheme in (BASELINE, FLASH))
+    assert "--cuda-graph" in compare_command(config)
+    assert "--cuda-graph" not in train_arguments(CompareConfig(models=("gpt2",)), Run(setting, FLASH, 1))
+
+
 def test_the_command_that_repeats_it_is_one_that_the_command_line_takes(
     small_config: Callable[..., CompareConfig],
 ) -> None:

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tileflash.models import build_model, model_config, unfused_attention
+from tileflash.train import TrainConfig
 from tileflash.train.optimizer import build_optimizer
+from tileflash.train.setup import prepare_setup
 from tileflash.train.step import Limits, compute, forward_backward, token_loss_sum, train_step
 
 OPEN = Limits(3e38, 3e38)
@@ -151,3 +153,25 @@ def test_only_matrices_decay_and_shared_weights_come_once() -> None:
     assert all(parameter.dim() >= 2 for parameter in decayed["params"])
     assert all(parameter.dim() < 2 for parameter in kept["params"])
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+
+
+def test_numbers_may_lie_on_the_device() -> None:
+    """A captured step reads its divisor, limits and learning rate from tensors."""
+    results = []
+    for wrap in (lambda number: number, torch.tensor):
+        model = build_model(model_config("gpt2-tiny"), attention=unfused_attention, seed=0)
+        optimizer = build_optimizer(model, 1e-3, 0.1)
+        for group in optimizer.param_groups:
+            group["lr"] = wrap(1e-3)
+        tokens = torch.arange(128).view(1, 2, 64)
+        result = train_step(
+            model, optimizer, tokens, tokens.roll(-1, -1), wrap(128),
+            dtype=torch.float32, gradient_clip=1.0, limits=Limits(wrap(1e3), wrap(1e3)),
+        )  # fmt: skip
+        results.append((result, [parameter.detach() for parameter in model.parameters()]))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_a_captured_step_is_refused_without_a_gpu() -> None:
+    with pytest.raises(ValueError, match="cuda_graph is set and the device is cpu"):
+        prepare_setup(TrainConfig(model="gpt2-tiny", cuda_graph=True, device="cpu"))

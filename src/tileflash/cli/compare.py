@@ -81,6 +81,13 @@ def compare(
     attention_backend: Annotated[
         str | None, typer.Option(help="the backend that --flash uses", show_default="the trainer's choice")
     ] = None,
+    cuda_graph: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graph/--no-cuda-graph",
+            help="both schemes replay their step as one CUDA graph: what is measured is the GPU, not the host",
+        ),
+    ] = False,
     output: Annotated[
         Path, typer.Option(help="directory of report.html, report.md, plots/ and runs/ (one log a run)")
     ] = Path("reports/compare"),
@@ -136,6 +143,7 @@ def compare(
         seed=seed,
         input_bin=input_bin,
         attention_backend=attention_backend,
+        cuda_graph=cuda_graph,
         output=output,
         language=language,
         ledger=ledger,

@@ -66,7 +66,7 @@ class CompareConfig:
         num_iteration: optimizer steps of a run; at least 2, since the first is never counted.
         public_setting: measure the setting of the public report first.
         seed: of the models' weights, of the data, and of the order of the runs.
-        learning_rate, warmup_iterations, input_bin, attention_backend: handed to `tileflash train` when given.
+        learning_rate, warmup_iterations, input_bin, attention_backend, cuda_graph: handed to `tileflash train` when given.
         timeout_seconds: a run that takes longer is killed and counts as failed.
         budget_seconds: no run goes on beyond it; None is no limit.
         demo: the losses must fall and agree, or the exit status is 1.
@@ -88,6 +88,7 @@ class CompareConfig:
     warmup_iterations: int | None = None
     input_bin: str | None = None
     attention_backend: str | None = None
+    cuda_graph: bool = False
     output: Path = Path("reports/compare")
     language: str = "en"
     ledger: Path | None = None
@@ -169,6 +170,8 @@ def train_arguments(config: CompareConfig, run: Run) -> list[str]:
         arguments += ["--warmup-iterations", str(config.warmup_iterations)]
     if config.input_bin is not None:
         arguments += ["--input-bin", config.input_bin]
+    if config.cuda_graph:
+        arguments.append("--cuda-graph")
     if run.scheme == FLASH:
         arguments.append("--flash")
         if config.attention_backend is not None:
@@ -187,6 +190,8 @@ def compare_command(config: CompareConfig) -> list[str]:
         value = getattr(config, name)
         if value is not None:
             command += ["--" + name.replace("_", "-"), str(value)]
+    if config.cuda_graph:
+        command.append("--cuda-graph")
     if config.demo:
         command.append("--demo")
     return [*command, "--timeout-seconds", f"{config.timeout_seconds:g}", "--output", str(config.output)]

@@ -109,6 +109,11 @@ class TrainConfig:
         "Device",
         choices=("auto", "float32", "bfloat16"),
     )
+    cuda_graph: bool = _option(
+        False,
+        "capture the whole step in one CUDA graph and replay it: small batches no longer wait for the host",
+        "Device",
+    )
     deterministic: bool = _option(
         False, "only operators that give the same bits each time (slower); an error where there is none", "Device"
     )

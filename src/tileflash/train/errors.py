@@ -27,9 +27,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that memory ran out, on a GPU or on the CPU (for which PyTorch has no class of its own)."""
     import torch
 
-    return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        return True
+    # A CUDA graph whose capture ran out of memory fails once more when the capture is ended, and that error comes out.
+    return error.__context__ is not None and is_out_of_memory(error.__context__)
 
 
 def out_of_memory_message(error: BaseException, config: TrainConfig, device: torch.device) -> str:

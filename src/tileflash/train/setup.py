@@ -37,6 +37,8 @@ class Setup:
 def prepare_setup(config: TrainConfig) -> Setup:
     """Resolve and check everything that `config` leaves open. ValueError names what does not fit."""
     device = _device(config.device)
+    if config.cuda_graph and device.type != "cuda":
+        raise ValueError(f"cuda_graph is set and the device is {device}: it must be a CUDA GPU, or cuda_graph off")
     dtype = _dtype(config.dtype, device)
     model, notes = _model(config)
     tokenizer = _tokenizer(config, model.vocab_size)

@@ -36,16 +36,18 @@ def compute(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def forward_backward(
-    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, valid_tokens: int, dtype: torch.dtype
+    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, valid_tokens: int | torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Loss (fp32, on the device) of the whole step; leaves its gradient in the weights.
 
-    `tokens`, `targets`: int64 [M, B, S], M micro-batches. The loss is the sum over the valid tokens of all of them
-    divided by their number. (A mean of the micro-batches' means would weigh tokens of a sparse micro-batch more.)
+    `tokens`, `targets`: int64 [M, B, S], M micro-batches; `valid_tokens`: a number, or a tensor that is at least 1.
+    The loss is the sum over the valid tokens of all of them divided by their number. (A mean of the micro-batches'
+    means would weigh tokens of a sparse micro-batch more.)
     """
     total = torch.zeros((), device=tokens.device)
+    divisor = valid_tokens if isinstance(valid_tokens, torch.Tensor) else max(valid_tokens, 1)
     for micro_tokens, micro_targets in zip(tokens, targets, strict=True):
-        loss = token_loss_sum(compute(model, micro_tokens, dtype), micro_targets) / max(valid_tokens, 1)
+        loss = token_loss_sum(compute(model, micro_tokens, dtype), micro_targets) / divisor
         loss.backward()
         total += loss.detach()
     return total
@@ -56,7 +58,7 @@ def train_step(
     optimizer: torch.optim.AdamW,
     tokens: torch.Tensor,
     targets: torch.Tensor,
-    valid_tokens: int,
+    valid_tokens: int | torch.Tensor,
     *,
     dtype: torch.dtype,
     gradient_clip: float,

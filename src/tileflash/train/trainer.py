@@ -14,6 +14,7 @@ from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpo
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch
 from tileflash.train.errors import CheckpointError, TrainingStoppedError
+from tileflash.train.graph import CapturedStep
 from tileflash.train.guard import SpikeGuard
 from tileflash.train.interrupt import Interrupt
 from tileflash.train.logs import Logs
@@ -74,6 +75,7 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
         self.data = DataSource(setup.training, config, setup.device, self.sample)
+        self.captured: CapturedStep | None = None  # with --cuda-graph, from the first step on
 
     def run(self, interrupt: Interrupt) -> TrainResult:
         """Train to the last step, or to the first signal."""
@@ -105,18 +107,8 @@ class Trainer:
             last_step=config.num_iteration,
             final_fraction=config.final_learning_rate_fraction,
         )
-        set_learning_rate(self.optimizer, rate)
         batch = self.data.at(self.sample) if batch is None else batch
-        result = train_step(
-            self.model,
-            self.optimizer,
-            batch.tokens,
-            batch.targets,
-            batch.valid_tokens,
-            dtype=self.setup.dtype,
-            gradient_clip=config.gradient_clip,
-            limits=self.guard.limits(),
-        )
+        result = self._compute(batch, rate)
         self.step, self.sample = step, self.sample + config.step_samples
         # Read while the GPU still computes.
         following = self.data.at(self.sample) if step < config.num_iteration else None
@@ -125,6 +117,25 @@ class Trainer:
         step_s = time.perf_counter() - started
         self._record(step_s, rate, loss, gradient_norm, bool(skipped))
         return following
+
+    def _compute(self, batch: StepBatch, rate: float) -> torch.Tensor:
+        """Start the step on the device; the result is `train_step`'s."""
+        dtype, clip, limits = self.setup.dtype, self.config.gradient_clip, self.guard.limits()
+        if self.config.cuda_graph:
+            if self.captured is None:
+                self.captured = CapturedStep(self.model, self.optimizer, batch, dtype=dtype, gradient_clip=clip)
+            return self.captured(batch, rate, limits)
+        set_learning_rate(self.optimizer, rate)
+        return train_step(
+            self.model,
+            self.optimizer,
+            batch.tokens,
+            batch.targets,
+            batch.valid_tokens,
+            dtype=dtype,
+            gradient_clip=clip,
+            limits=limits,
+        )
 
     def _record(self, step_s: float, rate: float, loss: float, gradient_norm: float, skipped: bool) -> None:
         self.loss = loss
