@@ -37,7 +37,9 @@ def attention(
         str,
         typer.Option(help="tileflash-BACKEND, reference, fa2, cudnn, efficient, math (PyTorch's backends, pinned)."),
     ] = "tileflash-triton,fa2,cudnn",
-    baseline: Annotated[str | None, typer.Option(help="Ratios are to this one [default: fa2, or the first].")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Ratios are to this one.", show_default="fa2, or the first")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Batch x length.")] = 16384,
     width: Annotated[int, typer.Option(help="Heads x head dimension.")] = 2048,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",

@@ -20,7 +20,7 @@ def report(
         "benchmarks/results"
     ),
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a file is stale.")] = False,
-    language: Annotated[str | None, typer.Option(help="en or zh [default: zh for *.zh-CN.md, else en].")] = None,
+    language: Annotated[str | None, typer.Option(help="en or zh.", show_default="zh for *.zh-CN.md, else en")] = None,
 ) -> None:
     """Tables from the ledger, newest run of each GPU. Without --write they are printed.
 

@@ -24,17 +24,22 @@ class StoredType(str, Enum):
 
 
 _SOURCE = typer.Argument(help="A Hugging Face directory or an llm.c .bin file.", metavar="SRC", show_default=False)
+_TRAINED_SOURCE = typer.Argument(
+    help="A Hugging Face directory, an llm.c .bin file, or a checkpoint of tileflash train (or the run's directory).",
+    metavar="SRC",
+    show_default=False,
+)
 _DESTINATION = typer.Argument(help="The directory or the .bin file to write.", metavar="DST", show_default=False)
 
 
 @weights_app.command("convert")
 @friendly_errors
 def convert(
-    source: Annotated[Path, _SOURCE],
+    source: Annotated[Path, _TRAINED_SOURCE],
     destination: Annotated[Path, _DESTINATION],
     to: Annotated[Format, typer.Option("--to", help="Format to write.", show_default=False)],
     dtype: Annotated[
-        StoredType | None, typer.Option(help="Number format to write. [default: the source's, or float32]")
+        StoredType | None, typer.Option(help="Number format to write.", show_default="the source's, or float32")
     ] = None,
     max_shard_bytes: Annotated[
         int, typer.Option(help="Largest safetensors file in bytes (huggingface).", min=1)
@@ -47,22 +52,31 @@ def convert(
         ),
     ] = False,
 ) -> None:
-    """Convert weights: Hugging Face safetensors to llm.c .bin, or the other way.
+    """Convert weights: Hugging Face safetensors to llm.c .bin or the other way, or a trained model to either.
 
     Examples:
 
         tileflash weights convert gpt2_124M.bin gpt2/ --to huggingface
 
         tileflash weights convert Llama-3.2-1B/ llama3.2_1B.bin --to llmc --dtype bfloat16
+
+        tileflash weights convert runs/gpt2 exported/ --to huggingface
     """
     import torch
 
+    from ..train.export import holds_checkpoints, load_trained
     from ..weights import load_weights, open_weights, save_huggingface, save_llmc
 
-    with open_weights(source) as opened:
-        stored = opened.dtype
-    wanted = getattr(torch, dtype.value) if dtype else stored if stored == torch.bfloat16 else torch.float32
-    model = load_weights(source, dtype=wanted)
+    if holds_checkpoints(source):
+        model, checkpoint = load_trained(source, typer.echo)
+        typer.echo(f"taking {checkpoint}")
+        wanted = torch.float32 if dtype is None else getattr(torch, dtype.value)
+        model.to(wanted)
+    else:
+        with open_weights(source) as opened:
+            stored = opened.dtype
+        wanted = getattr(torch, dtype.value) if dtype else stored if stored == torch.bfloat16 else torch.float32
+        model = load_weights(source, dtype=wanted)
     if to is Format.llmc:
         save_llmc(model, destination, wanted, float_header=float_header)
     else:
