@@ -47,6 +47,23 @@ def _train(sitting: Sitting = H200, seq: int = 4096, oom: bool = False) -> list[
     return lines
 
 
+def test_attention_in_short() -> None:
+    lines = [*_attention(), *_attention(direction="backward", ours_ms=0.8)]
+    rows = render("attention-summary", lines, "en").splitlines()
+    assert rows[0] == "|  | d | tileflash-triton / fa2 |"
+    assert rows[2:6] == [
+        "| forward | 128 | 2.00x |",
+        "| forward | all | 2.00x |",
+        "| backward | 128 | 1.25x |",
+        "| backward | all | 1.25x |",
+    ]
+    ratio = next(line for line in lines if line.metric == "speed_ratio_to_fa2")
+    flagged = [replace(line, flags=("faster_than_limit",)) if line is ratio else line for line in lines]
+    assert "| forward | 128 | 2.00x |" in render("attention-summary", flagged, "en")  # the mean of the other point
+    assert "前向" in render("attention-summary", lines, "zh")
+    assert "tileflash bench attention" in render("attention-summary", [], "en")
+
+
 def test_attention_rows() -> None:
     block = render("attention-forward", _attention(), "en")
     rows = block.splitlines()

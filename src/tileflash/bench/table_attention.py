@@ -10,7 +10,7 @@ from tileflash.bench.markdown import newest_runs, provenance, spread, table
 from tileflash.bench.statistic import geometric_mean
 from tileflash.bench.table_words import Words
 
-_RATIO = "speed_ratio_to_"
+RATIO = "speed_ratio_to_"
 _Shape = tuple[int, str, int]  # head_dim, mask, seq
 
 
@@ -22,13 +22,13 @@ def attention_block(lines: Sequence[Line], direction: str, words: Words) -> str:
 
 def _run(lines: list[Line], words: Words) -> str:
     variants = list(dict.fromkeys(line.variant for line in lines))
-    baseline = next((line.metric.removeprefix(_RATIO) for line in lines if line.metric.startswith(_RATIO)), None)
+    baseline = next((line.metric.removeprefix(RATIO) for line in lines if line.metric.startswith(RATIO)), None)
     # A variant that never served has no ratio and needs no column for it.
-    measured = {line.variant for line in lines if line.metric.startswith(_RATIO)}
+    measured = {line.variant for line in lines if line.metric.startswith(RATIO)}
     compared = [variant for variant in variants if variant in measured]
     shapes = list(dict.fromkeys(_shape(line.case) for line in lines))
     times = {(_shape(line.case), line.variant): line for line in lines if line.metric == "time_ms"}
-    ratios = {(_shape(line.case), line.variant): line for line in lines if line.metric.startswith(_RATIO)}
+    ratios = {(_shape(line.case), line.variant): line for line in lines if line.metric.startswith(RATIO)}
     headings = ["d", words.mask, "S"]
     headings += [words.tflops.format(variant=variant) for variant in variants]
     headings += [words.ratio.format(variant=variant, baseline=baseline) for variant in compared]

@@ -15,6 +15,9 @@ class Words:
     ratio: str
     limit: str
     mean: str
+    directions: dict[str, str]
+    all_points: str
+    summary_note: str
     out_of_memory: str
     flags: dict[str, str]
     model: str
@@ -37,6 +40,9 @@ _ENGLISH = Words(
     tflops="{variant}, TFLOP/s",
     ratio="{variant} / {baseline}",
     limit="limit, TFLOP/s",
+    directions={"forward": "forward", "backward": "backward"},
+    all_points="all",
+    summary_note="Geometric means over full and causal masks and all lengths on one {gpu}; every point is in the long tables.",
     mean="Geometric mean of {variant} / {baseline}: **{ratio}** over {points} points.",
     out_of_memory="out of memory",
     flags={
@@ -72,6 +78,9 @@ _CHINESE = Words(
     tflops="{variant}（TFLOP/s）",
     ratio="{variant} / {baseline}",
     limit="物理上限（TFLOP/s）",
+    directions={"forward": "前向", "backward": "反向"},
+    all_points="全部",
+    summary_note="在一块 {gpu} 上对完整与因果掩码、全部长度取的几何平均；每个测点见下面的长表。",
     mean="{variant} / {baseline} 的几何平均：**{ratio}**（{points} 个测点）。",
     out_of_memory="显存不足",
     flags={

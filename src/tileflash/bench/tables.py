@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tileflash.bench.ledger import Line
 from tileflash.bench.table_attention import attention_block
+from tileflash.bench.table_attention_summary import attention_summary_block
 from tileflash.bench.table_train import train_block
 from tileflash.bench.table_words import Words, words_for
 
@@ -19,6 +20,10 @@ _CHINESE_SUFFIX = ".zh-CN.md"
 
 # A block's name -> the table from the ledger's lines, and the command that measures it for the first time.
 BLOCKS: dict[str, tuple[Callable[[Sequence[Line], Words], str], str]] = {
+    "attention-summary": (
+        attention_summary_block,
+        "tileflash bench attention --output benchmarks/results/attention.jsonl",
+    ),
     "attention-forward": (
         lambda lines, words: attention_block(lines, "forward", words),
         "tileflash bench attention --output benchmarks/results/attention.jsonl",
