@@ -50,7 +50,9 @@ def triton_path(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_shipped_configurations_fit_the_hardware(target: str, triton_path: str) -> None:
     found = reports(target, triton_path)
-    assert len(found) == 26  # forward, d_q, d_k and d_v (apart at 256), full and banded; bf16 in three sizes, fp32 in one
+    assert (
+        len(found) == 26
+    )  # forward, d_q, d_k and d_v (apart at 256), full and banded; bf16 in three sizes, fp32 in one
     for report in found:
         name = f"{report}"
         assert report["shared_bytes"] <= SHARED_LIMIT_BYTES[target], name
