@@ -70,6 +70,24 @@ def test_serves_within_promise_or_says_why_not(case: Case, name: str, device: st
     serve_or_refuse(case, name, device, with_lse)
 
 
+@pytest.mark.parametrize("first", range(0, 32, 8))
+def test_every_place_of_an_edge_in_a_tile(first: int, device: str) -> None:
+    """Both edges of the band at each place within a tile of 32, with tiles between them that are not masked.
+
+    An edge off by one in what counts as unmasked shows only where the edge is the last or the first of a tile.
+    """
+    inputs = [t.detach().requires_grad_() for t in Case(128, 128, 16, batch=1, heads=1, kv_heads=1).draw(device)]
+    for left in range(32 + first, 40 + first):
+        window = (left, 32 + (5 * left) % 32)  # 5 is prime to 32: all places of the right edge, too
+        out, expected = (tileflash.attention(*inputs, window=window, backend=name) for name in ("triton", "reference"))
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, msg=str(window))
+        d_out = torch.randn_like(out)
+        for ours, theirs in zip(
+            torch.autograd.grad(out, inputs, d_out), torch.autograd.grad(expected, inputs, d_out), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=str(window))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "reference"])
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
