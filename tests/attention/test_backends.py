@@ -31,6 +31,7 @@ SHAPES = [
     Case(60, 60, 16, window=(5, None), causal=True),
     Case(35, 35, 3, scale=0.7),
     Case(31, 31, 100, batch=1, heads=1, kv_heads=1, causal=True),
+    Case(33, 33, 136, batch=1, dv=160, causal=True),  # above 128: d_k and d_v by a launch each
 ]
 GPU_SHAPES = [
     Case(1000, 1000, 64, causal=True),
