@@ -43,6 +43,9 @@ def tensors(**changes: Any) -> dict[str, Any]:
         ({"window": (0, 1.5)}, "window's right bound must be None .* got 1.5"),
         ({"window": 3}, r"window must be a pair \(left, right\), got 3"),
         ({"window": [1, 2]}, r"window must be a pair \(left, right\), got \[1, 2\]"),
+        ({"scale": 2**2000}, "scale must be a finite number"),
+        ({"q": torch.randn(2, 5, 4, 8).to_sparse()}, "q must be a dense tensor, got layout torch.sparse_coo"),
+        ({"backend": ["tiled"]}, r"backend must be one of auto, sdpa, .* got \['tiled'\]"),
         ({"backend": "fast"}, "backend must be one of auto, sdpa, .* got 'fast'"),
     ],
 )
@@ -51,6 +54,14 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], said: str) -> None:
         for _ in range(2):  # also when the same call was seen before
             with pytest.raises(ValueError, match=said):
                 function(**tensors(**changes))
+
+
+def test_what_equals_a_right_argument_is_still_wrong_after_that_was_seen() -> None:
+    """1 == True and True == 1.0, for a dictionary, too."""
+    tileflash.attention(**tensors(), causal=True, scale=1.0)
+    for wrong in ({"causal": 1, "scale": 1.0}, {"causal": True, "scale": True}):
+        with pytest.raises(ValueError, match="must be"):
+            tileflash.attention(**tensors(), **wrong)
 
 
 def test_a_forced_backend_that_cannot_serve_names_every_reason() -> None:
