@@ -131,6 +131,13 @@ def test_newest_run_of_each_gpu() -> None:
     assert render("attention-forward", [*lines, *_attention(newer, "backward"), *_train(newer)], "en") == block
 
 
+def test_a_line_that_lacks_a_part_of_its_case_is_named() -> None:
+    (line, *_) = _attention()
+    broken = replace(line, case={name: value for name, value in line.case.items() if name != "seq"})
+    with pytest.raises(ValueError, match="the case of a line of the suite attention has no seq"):
+        render("attention-forward", [broken], "en")
+
+
 def test_chinese() -> None:
     block = render("train", _train(), "zh")
     assert "| 模型 | 批大小 × 序列长度 |" in block
