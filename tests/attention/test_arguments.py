@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tileflash
+from tileflash.attention.dispatch import BACKENDS
 
 
 def tensors(**changes: Any) -> dict[str, Any]:
@@ -93,3 +94,23 @@ def test_explain_says_what_runs_and_why_not_the_others() -> None:
     nobody = tileflash.explain(q.to("meta"), k.to("meta"), k.to("meta"), backend="sdpa")
     assert nobody.choice is None
     assert "none can serve" in str(nobody)
+
+
+def test_what_was_seen_without_gradients_is_looked_at_again_with_them() -> None:
+    """Otherwise a log-sum-exp that has no gradient would be served to one who differentiates it."""
+    q = torch.randn(1, 7, 2, 8)
+    tileflash.attention(q, q, q, return_lse=True, backend="sdpa-cpu")
+    with pytest.raises(ValueError, match="the log-sum-exp it returns has no gradient"):
+        tileflash.attention(q.requires_grad_(), q, q, return_lse=True, backend="sdpa-cpu")
+
+
+def test_what_was_seen_is_looked_at_again_when_determinism_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 7, 2, 12, requires_grad=True)
+    monkeypatch.setattr(type(BACKENDS["sdpa-cpu"]), "deterministic", False)
+    tileflash.attention(q, q, q, backend="sdpa-cpu")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match="its backward is not deterministic"):
+            tileflash.attention(q, q, q, backend="sdpa-cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
