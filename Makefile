@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TRITON36 := $(VENV)/triton-3.6.0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Threads that wait by spinning slow small models down up to 50 times as soon as another program wants the same cores.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help demo test check format gpu-test clean
 help:

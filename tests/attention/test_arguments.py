@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tileflash
+from tileflash.attention.dispatch import BACKENDS
 
 
 def tensors(**changes: Any) -> dict[str, Any]:
@@ -43,6 +44,9 @@ def tensors(**changes: Any) -> dict[str, Any]:
         ({"window": (0, 1.5)}, "window's right bound must be None .* got 1.5"),
         ({"window": 3}, r"window must be a pair \(left, right\), got 3"),
         ({"window": [1, 2]}, r"window must be a pair \(left, right\), got \[1, 2\]"),
+        ({"scale": 2**2000}, "scale must be a finite number"),
+        ({"q": torch.randn(2, 5, 4, 8).to_sparse()}, "q must be a dense tensor, got layout torch.sparse_coo"),
+        ({"backend": ["tiled"]}, r"backend must be one of auto, sdpa, .* got \['tiled'\]"),
         ({"backend": "fast"}, "backend must be one of auto, sdpa, .* got 'fast'"),
     ],
 )
@@ -51,6 +55,14 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], said: str) -> None:
         for _ in range(2):  # also when the same call was seen before
             with pytest.raises(ValueError, match=said):
                 function(**tensors(**changes))
+
+
+def test_what_equals_a_right_argument_is_still_wrong_after_that_was_seen() -> None:
+    """1 == True and True == 1.0, for a dictionary, too."""
+    tileflash.attention(**tensors(), causal=True, scale=1.0)
+    for wrong in ({"causal": 1, "scale": 1.0}, {"causal": True, "scale": True}):
+        with pytest.raises(ValueError, match="must be"):
+            tileflash.attention(**tensors(), **wrong)
 
 
 def test_a_forced_backend_that_cannot_serve_names_every_reason() -> None:
@@ -82,3 +94,23 @@ def test_explain_says_what_runs_and_why_not_the_others() -> None:
     nobody = tileflash.explain(q.to("meta"), k.to("meta"), k.to("meta"), backend="sdpa")
     assert nobody.choice is None
     assert "none can serve" in str(nobody)
+
+
+def test_what_was_seen_without_gradients_is_looked_at_again_with_them() -> None:
+    """Otherwise a log-sum-exp that has no gradient would be served to one who differentiates it."""
+    q = torch.randn(1, 7, 2, 8)
+    tileflash.attention(q, q, q, return_lse=True, backend="sdpa-cpu")
+    with pytest.raises(ValueError, match="the log-sum-exp it returns has no gradient"):
+        tileflash.attention(q.requires_grad_(), q, q, return_lse=True, backend="sdpa-cpu")
+
+
+def test_what_was_seen_is_looked_at_again_when_determinism_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 7, 2, 12, requires_grad=True)
+    monkeypatch.setattr(type(BACKENDS["sdpa-cpu"]), "deterministic", False)
+    tileflash.attention(q, q, q, backend="sdpa-cpu")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match="its backward is not deterministic"):
+            tileflash.attention(q, q, q, backend="sdpa-cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)

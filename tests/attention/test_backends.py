@@ -31,6 +31,7 @@ SHAPES = [
     Case(60, 60, 16, window=(5, None), causal=True),
     Case(35, 35, 3, scale=0.7),
     Case(31, 31, 100, batch=1, heads=1, kv_heads=1, causal=True),
+    Case(33, 33, 136, batch=1, dv=160, causal=True),  # above 128: d_k and d_v by a launch each
 ]
 GPU_SHAPES = [
     Case(1000, 1000, 64, causal=True),
@@ -68,6 +69,24 @@ def serve_or_refuse(case: Case, name: str, device: str, with_lse: bool) -> None:
 def test_serves_within_promise_or_says_why_not(case: Case, name: str, device: str, poisoned_memory: None) -> None:
     with_lse = BACKENDS[name].lse == "differentiable"
     serve_or_refuse(case, name, device, with_lse)
+
+
+@pytest.mark.parametrize("first", range(0, 32, 8))
+def test_every_place_of_an_edge_in_a_tile(first: int, device: str) -> None:
+    """Both edges of the band at each place within a tile of 32, with tiles between them that are not masked.
+
+    An edge off by one in what counts as unmasked shows only where the edge is the last or the first of a tile.
+    """
+    inputs = [t.detach().requires_grad_() for t in Case(128, 128, 16, batch=1, heads=1, kv_heads=1).draw(device)]
+    for left in range(32 + first, 40 + first):
+        window = (left, 32 + (5 * left) % 32)  # 5 is prime to 32: all places of the right edge, too
+        out, expected = (tileflash.attention(*inputs, window=window, backend=name) for name in ("triton", "reference"))
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, msg=str(window))
+        d_out = torch.randn_like(out)
+        for ours, theirs in zip(
+            torch.autograd.grad(out, inputs, d_out), torch.autograd.grad(expected, inputs, d_out), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=str(window))
 
 
 @pytest.mark.gpu

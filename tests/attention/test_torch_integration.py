@@ -129,6 +129,45 @@ def test_gradient_through_the_log_sum_exp_alone(backend: str, device: str) -> No
     assert torch.equal(ours[2], torch.zeros_like(ours[2]))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_function_transforms(backend: str, device: str) -> None:
+    """torch.func: gradients, Jacobians and batches of them are the reference's."""
+    q, k, v = (t.detach() for t in leaves(device, 10))
+
+    def loss(name: str, *inputs: torch.Tensor) -> torch.Tensor:
+        out, lse = tileflash.attention(*inputs, window=(3, 0), return_lse=True, backend=name)
+        return out.square().sum() + lse.sin().sum()
+
+    def gradients(name: str) -> tuple[torch.Tensor, ...]:
+        batch = torch.stack([q, 2 * q])
+        one = torch.func.grad(lambda *t: loss(name, *t), argnums=(0, 1, 2))
+        many = torch.func.vmap(torch.func.grad(lambda t: loss(name, t, k, v)))
+        rows = torch.func.jacrev(lambda t: tileflash.attention(t, k, v, backend=name).sum((1, 2, 3)))
+        return (*one(q, k, v), many(batch), rows(q))
+
+    for ours, theirs in zip(gradients(backend), gradients("reference"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.func.grad(lambda t: torch.func.grad(lambda u: loss(backend, u, k, v))(t).square().sum())(q)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_forward_mode_is_refused_and_never_zero(backend: str, which: int, device: str) -> None:
+    """torch.library passes tangents by in silence, and jvp then gives 0."""
+    inputs = [t.detach() for t in leaves(device, 10)]
+
+    def attend(t: torch.Tensor) -> torch.Tensor:
+        return tileflash.attention(*inputs[:which], t, *inputs[which + 1 :], backend=backend)
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(attend, (inputs[which],), (inputs[which],))
+    with torch.autograd.forward_ad.dual_level():
+        attend(inputs[which])  # a level in which nothing is dual is no reason to refuse
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            attend(torch.autograd.forward_ad.make_dual(inputs[which], inputs[which]))
+
+
 @pytest.mark.gpu
 def test_cuda_graph_replays_with_new_data() -> None:
     static = [torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]

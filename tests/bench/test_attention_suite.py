@@ -205,6 +205,12 @@ def test_contradicting_cells_are_found() -> None:
         ({"directions": ()}, "`directions` was ''"),
         ({"variants": ("math", "math")}, "`variants` was 'math, math'"),
         ({"variants": ("fa9",)}, "`variants` named 'fa9'"),
+        (
+            {"variants": ("tileflash-fast",)},
+            "`variants` named 'tileflash-fast'; BACKEND must be one of auto, sdpa, triton",
+        ),
+        ({"tokens": 0}, "`tokens` was 0; it must be at least 1"),
+        ({"width": -64}, "`width` was -64; it must be at least 1"),
         ({"variants": ("tileflash-",)}, "`variants` named 'tileflash-'"),
         ({"lengths": (64,)}, r"`lengths` was \(64,\); each must be at least 1 and divide `tokens` = 96"),
         ({"head_dims": (0,)}, "`head_dims` was"),

@@ -109,18 +109,29 @@ def test_train_rows() -> None:
     block = render("train", [*_train(), *_train(seq=64, oom=True)], "en")
     rows = block.splitlines()
     assert rows[0] == (
-        "| model | batch × sequence | ms a step, baseline | ms a step, flash | tok/s, baseline | tok/s, flash | "
+        "| model | batch × sequence | runs | ms a step, baseline | ms a step, flash | tok/s, baseline | tok/s, flash | "
         "peak MB, baseline | peak MB, flash | speed-up | memory saving |"
     )
     assert rows[2] == (
-        "| gpt2 | 4 × 64 | out of memory | 100.00 | out of memory | 163,840 | out of memory | 10,000 | – | – |"
+        "| gpt2 | 4 × 64 | 5 | out of memory | 100.00 | out of memory | 163,840 | out of memory | 10,000 | – | – |"
     )
     assert rows[3] == (
-        "| gpt2 | 4 × 4096 | 300.00 | 100.00 | 54,613 | 163,840 | 40,000 | 10,000 | 3.00x (2.45 – 3.67) | "
+        "| gpt2 | 4 × 4096 | 5 | 300.00 | 100.00 | 54,613 | 163,840 | 40,000 | 10,000 | 3.00x (2.45 – 3.67) | "
         "75.0 % (69.4 – 79.5) |"
     )
-    assert "median of 5 runs" in block
-    assert "Repeat it: `tileflash compare gpt2 --lengths 64,4096 --batch-size 4`*" in block
+    assert "Repeat it: `tileflash compare gpt2 --lengths 64,4096 --batch-size 4 --repeats 5`*" in block
+
+
+def test_each_row_says_how_many_runs_it_is_of() -> None:
+    """A comparison cut short has measured some lengths less often; of a single run no spread is known."""
+    single = [replace(line, repeats=1, low=line.median, high=line.median) for line in _train(seq=64)]
+    uneven = [replace(line, repeats=2 if line.variant == "baseline" else 3) for line in _train(seq=1024)]
+    rows = render("train", [*single, *uneven, *_train()], "en").splitlines()
+    assert rows[2].startswith("| gpt2 | 4 × 64 | 1 | 300.00 |")
+    assert rows[2].endswith("| 3.00x | 75.0 % |")
+    assert rows[3].startswith("| gpt2 | 4 × 1024 | 2 / 3 | 300.00 |")
+    assert rows[3].endswith("| 3.00x (2.45 – 3.67) | 75.0 % (69.4 – 79.5) |")
+    assert rows[4].startswith("| gpt2 | 4 × 4096 | 5 | 300.00 |")
 
 
 def test_newest_run_of_each_gpu() -> None:
@@ -135,6 +146,13 @@ def test_newest_run_of_each_gpu() -> None:
     # A newer run without this table's lines does not empty it.
     newer = replace(H200, run="run-9", date="2026-12-31T00:00:00Z")
     assert render("attention-forward", [*lines, *_attention(newer, "backward"), *_train(newer)], "en") == block
+
+
+def test_a_line_that_lacks_a_part_of_its_case_is_named() -> None:
+    (line, *_) = _attention()
+    broken = replace(line, case={name: value for name, value in line.case.items() if name != "seq"})
+    with pytest.raises(ValueError, match="the case of a line of the suite attention has no seq"):
+        render("attention-forward", [broken], "en")
 
 
 def test_chinese() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -51,6 +52,18 @@ def test_all_goes_well(small_config: MakeConfig, fake_trainer: FakeTrainer) -> N
     for plot in ("time-gpt2", "memory-gpt2", "speedup-gpt2"):
         assert (config.output / "plots" / f"{plot}.svg").read_text().startswith("<svg")
     assert list(config.output.rglob("*.tmp")) == []
+
+
+def test_two_comparisons_in_one_directory_are_refused(small_config: MakeConfig, fake_trainer: FakeTrainer) -> None:
+    """The second one put the runs of the first aside, which then ended amid its measurement."""
+    config = small_config()
+    config.output.mkdir(parents=True, exist_ok=True)
+    with (config.output / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another comparison is writing to it"):
+            _compare(config, fake_trainer())
+    assert not (config.output / "runs").exists()
+    assert _compare(config, fake_trainer())[0] == 0
 
 
 def test_out_of_memory_is_a_result_and_not_repeated(small_config: MakeConfig, fake_trainer: FakeTrainer) -> None:

@@ -68,6 +68,9 @@ def damage_flip(path: Path) -> None:
 DAMAGES = {
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "manifest cut off": lambda path: os.truncate(path / "manifest.json", 40),
+    "manifest of another form": lambda path: (path / "manifest.json").write_text(
+        '{"format": 1, "files": {"state.json": 3}}'
+    ),
     "file missing": lambda path: (path / "state.json").unlink(),
     "truncated": damage_truncate,
     "one bit": damage_flip,

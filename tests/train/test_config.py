@@ -39,6 +39,8 @@ def test_a_step_is_one_batch_unless_told_otherwise() -> None:
         ({"save_every": 5}, "save_every is 5 and output is not set"),
         ({"init_from": "w", "model_overrides": {"n_layer": 1}}, "give one of them"),
         ({"tokenizer": "llama3"}, "tokenizer_path"),
+        ({"seed": 2**64}, "seed is 18446744073709551616: it must be at most"),
+        ({"attention_backend": "tiled"}, 'attention_backend is "tiled" and flash is off'),
     ],
 )
 def test_bad_settings_are_refused(settings: dict, told: str) -> None:
@@ -85,3 +87,9 @@ def test_model_overrides_are_written_as_in_toml() -> None:
 def test_every_setting_has_a_help_text() -> None:
     for setting in dataclasses.fields(TrainConfig):
         assert setting.name == "model" or setting.metadata["help"], setting.name
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"run\.toml is no valid TOML: .*utf-8"):
+        load_toml(tmp_path / "run.toml")

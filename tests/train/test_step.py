@@ -150,6 +150,7 @@ def test_only_matrices_decay_and_shared_weights_come_once() -> None:
     model = tiny_model()
     decayed, kept = build_optimizer(model, 1e-3, 0.1).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert decayed["betas"] == kept["betas"] == (0.9, 0.95)  # as documented; a first step does not depend on them
     assert all(parameter.dim() >= 2 for parameter in decayed["params"])
     assert all(parameter.dim() < 2 for parameter in kept["params"])
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))

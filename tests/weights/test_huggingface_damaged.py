@@ -42,6 +42,13 @@ def test_missing_tensors(directory):
     rejects(directory, r"2 tensors are missing, the first is layers\.1\.self_attn\.q_proj\.weight")
 
 
+def test_a_damaged_number_of_layers(directory):
+    """Listing the tensors of two billion layers took all memory before the files were looked at."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 2**31 - 1}))
+    rejects(directory, "config.json says 2147483647 layers, but there are .* tensors")
+
+
 def test_surplus_tensor(directory):
     edit(directory, lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.bias": torch.zeros(32)}))
     rejects(

@@ -313,3 +313,14 @@ def test_some_other_file_is_told(tmp_path):
     path.write_bytes(b"not a model, but long enough to have a header" * 100)
     with pytest.raises(ValueError, match="magic is"):
         load_weights(path)
+
+
+def test_a_damaged_number_of_layers_is_told_at_once(small, tmp_path):
+    """Listing the tensors of two billion layers took all memory before the size of the file was looked at."""
+    path = tmp_path / "gpt2.bin"
+    save_llmc(small("gpt2"), path, torch.float32)
+    content = bytearray(path.read_bytes())
+    content[16:20] = struct.pack("<i", 2**31 - 1)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"n_layer is 2147483647; a file of .* bytes cannot hold so many layers"):
+        load_weights(path)

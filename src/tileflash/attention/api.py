@@ -107,15 +107,16 @@ def _check_once(
     q: Tensor, k: Tensor, v: Tensor, causal: Causal, window: Window, scale: float | None, return_lse: bool, backend: str
 ) -> tuple[Backend, float, int | None, int | None]:
     """`_check`, remembered for arguments that look the same."""
-    key = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.stride()[-1:], k.stride()[-1:], v.stride()[-1:], causal, window, scale, return_lse, backend,
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
     try:
+        key = (
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.stride()[-1:], k.stride()[-1:], v.stride()[-1:], causal, window, scale, return_lse, backend,
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            torch.are_deterministic_algorithms_enabled(),
+            causal.__class__, scale.__class__,  # 1 == True, and yet only one of them is a mask
+        )  # fmt: skip
         found = _seen.get(key)
-    except TypeError:  # an argument that cannot be hashed is a wrong one: say which
+    except (TypeError, NotImplementedError):  # what has no hash (a list) or no strides (sparse) is wrong: say which
         return _check(q, k, v, causal, window, scale, return_lse, backend)
     if found is None:
         if len(_seen) >= _SEEN_MOST:

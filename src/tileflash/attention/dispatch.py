@@ -96,8 +96,9 @@ def explain_problem(problem: AttentionProblem, backend: str) -> Explanation:
 
 
 def _order(backend: str) -> tuple[str, ...]:
-    if backend in FAMILIES:
-        return FAMILIES[backend]
-    if backend in BACKENDS:
-        return (backend,)
+    if isinstance(backend, str):
+        if backend in FAMILIES:
+            return FAMILIES[backend]
+        if backend in BACKENDS:
+            return (backend,)
     raise ValueError(f"backend must be one of {', '.join([*FAMILIES, *BACKENDS])}, got {backend!r}")

@@ -8,7 +8,7 @@ a torch.autograd.Function calls the same kernels directly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _refuse_second_derivative(ctx: Any, *_: Tensor) -> None:
+def _refuse_second_derivative(ctx: Any, *_: Tensor) -> NoReturn:
     raise RuntimeError(
         'tileflash\'s kernels have no second derivative; attention(..., backend="reference") has, with O(Sq * Sk) memory'
     )
@@ -168,11 +168,68 @@ class _DirectAttention(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
+class _TransformedAttention(torch.autograd.Function):
+    """The operator for function transforms (torch.func) and forward-mode differentiation.
+
+    torch.library's own autograd refuses torch.func.grad with a message about something else, and passes tangents by in
+    silence: a derivative of 0. A Function in this form is differentiated by torch.func.grad, and its `jvp` can refuse.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, name: str
+    ) -> tuple[Tensor, Tensor]:
+        return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _setup_context(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        gradients = _TransformedGradients.apply(d_out, d_lse, q, k, v, out, lse, *ctx.arguments)
+        return (*gradients, None, None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError(
+            'tileflash\'s kernels have no forward-mode derivative; attention(..., backend="reference") has, with '
+            "O(Sq * Sk) memory"
+        )
+
+
+class _TransformedGradients(torch.autograd.Function):
+    """The backward of the above, which torch.func.grad calls as something that may be differentiated once more."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        scale: float, low: int | None, high: int | None, name: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return torch.ops.tileflash.attention_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high, name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *d_gradients: Tensor | None) -> tuple[Any, ...]:
+        _refuse_second_derivative(ctx)
+
+
 def attend_with_kernels(
     name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by the kernels registered under `name`, differentiable in q, k and v through both."""
     if not _plain_eager(q, k, v):
+        if _transformed(q, k, v):
+            return _TransformedAttention.apply(q, k, v, scale, low, high, name)
         return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _DirectAttention.apply(q, k, v, scale, low, high, name)
@@ -192,4 +249,15 @@ def _plain_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def _transformed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Inside a function transform, or some input carries a tangent of forward-mode differentiation."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.autograd.forward_ad._current_level >= 0 and any(
+        torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in (q, k, v)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +84,7 @@ def make_problem(
     _, key_length, kv_heads, head_dim_v = v.shape
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= sys.float_info.max:
         raise ValueError(f"scale must be a finite number or None (1 / sqrt(head dimension)), got {scale!r}")
     return AttentionProblem(
         batch, query_length, key_length, heads, kv_heads, head_dim, head_dim_v, q.dtype, q.device,
@@ -97,6 +98,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got layout {tensor.layout}")
         if tensor.dim() != 4:
             raise ValueError(f"{name} must be [batch, sequence, heads, head dimension], got shape {list(tensor.shape)}")
         if tensor.dtype not in FLOATS:

@@ -53,8 +53,10 @@ class AttentionSuite:
             attention_variant(variant)
         for name, total in (("lengths", self.tokens), ("head_dims", self.width)):
             values = getattr(self, name)
+            whole = "tokens" if name == "lengths" else "width"
+            if total < 1:
+                raise ValueError(f"`{whole}` was {total}; it must be at least 1")
             if not values or any(value < 1 or total % value for value in values):
-                whole = "tokens" if name == "lengths" else "width"
                 raise ValueError(f"`{name}` was {values}; each must be at least 1 and divide `{whole}` = {total}")
         if self.dtype not in _DTYPES:
             raise ValueError(f"`dtype` was {self.dtype!r}; it must be one of {', '.join(_DTYPES)}")

@@ -34,7 +34,12 @@ def attention_variant(name: str) -> Attention:
     if name == "reference":
         return _ours("reference")
     if name.startswith(_OURS) and len(name) > len(_OURS):
-        return _ours(name.removeprefix(_OURS))
+        from tileflash.attention.dispatch import BACKENDS, FAMILIES
+
+        backend = name.removeprefix(_OURS)
+        if backend not in BACKENDS and backend not in FAMILIES:
+            raise ValueError(f"`variants` named {name!r}; BACKEND must be one of {', '.join([*FAMILIES, *BACKENDS])}")
+        return _ours(backend)
     raise ValueError(f"`variants` named {name!r}; it must be tileflash-BACKEND, reference, {', '.join(_PEERS)}")
 
 

@@ -49,6 +49,8 @@ def _run(lines: list[Line], words: Words) -> str:
 
 def _shape(case: object) -> _Shape:
     assert isinstance(case, dict)
+    if missing := sorted({"head_dim", "mask", "seq"} - case.keys()):
+        raise ValueError(f"the case of a line of the suite {SUITE} has no {', '.join(missing)}: {case}")
     return int(case["head_dim"]), str(case["mask"]), int(case["seq"])
 
 

@@ -25,13 +25,17 @@ def _run(lines: list[Line], words: Words) -> str:
     cases = sorted(dict.fromkeys(map(_case, lines)), key=lambda case: (case[0], case[2], case[1]))
     found = {(_case(line), line.variant, line.metric): line for line in lines}
     names = [words.variants[variant] for variant in _VARIANTS]
-    headings = [words.model, words.batch_by_sequence]
+    headings = [words.model, words.batch_by_sequence, words.runs]
     for heading in (words.step_ms, words.tokens_per_s, words.peak_mb):
         headings += [heading.format(variant=name) for name in names]
     headings += [words.speed_up, words.memory_saving]
     rows = []
     for case in cases:
-        row = [case[0], f"{case[1]} × {case[2]}"]
+        row = [
+            case[0],
+            f"{case[1]} × {case[2]}",
+            _runs([found.get((case, variant, "step_ms")) for variant in _VARIANTS]),
+        ]
         for metric in ("step_ms", "tokens_per_s", "peak_bytes"):
             row += [_cell(found.get((case, variant, metric)), metric, words) for variant in _VARIANTS]
         step, peak = (
@@ -40,7 +44,7 @@ def _run(lines: list[Line], words: Words) -> str:
         row += [_speed_up(*step), _saving(*peak)]
         rows.append(row)
     dtypes = ", ".join(dict.fromkeys(str(line.case["dtype"]) for line in lines))
-    note = words.train_note.format(dtype=dtypes, repeats=max(line.repeats for line in lines))
+    note = words.train_note.format(dtype=dtypes)
     return "\n\n".join([table(headings, rows, left=2), note, provenance(lines, _command(lines), words)])
 
 
@@ -58,11 +62,19 @@ def _cell(line: Line | None, metric: str, words: Words) -> str:
     return f"{line.median:,.0f}" if metric == "tokens_per_s" else f"{line.median / _BYTES_PER_MB:,.0f}"
 
 
+def _runs(lines: list[Line | None]) -> str:
+    """How many runs a row's figures are the median of: a number, or one for each scheme where they differ."""
+    counts = [str(line.repeats) for line in lines if line is not None and line.median is not None]
+    return " / ".join(counts if len(set(counts)) > 1 else counts[:1]) or _NONE
+
+
 def _speed_up(baseline: Line | None, flash: Line | None) -> str:
     quotients = _quotients(baseline, flash)
     if quotients is None:
         return _NONE
     median, low, high = quotients
+    if _is_single(baseline, flash):
+        return f"{median:.2f}x"
     return spread(f"{median:.2f}x", f"{low:.2f}", f"{high:.2f}")
 
 
@@ -71,7 +83,14 @@ def _saving(baseline: Line | None, flash: Line | None) -> str:
     if quotients is None:
         return _NONE
     median, low, high = quotients
+    if _is_single(baseline, flash):
+        return f"{100 * (1 - median):.1f} %"
     return spread(f"{100 * (1 - median):.1f} %", f"{100 * (1 - high):.1f}", f"{100 * (1 - low):.1f}")
+
+
+def _is_single(*lines: Line | None) -> bool:
+    """Whether no spread is known: lowest and highest of one run are the run itself."""
+    return all(line is not None and line.repeats == 1 for line in lines)
 
 
 def _quotients(above: Line | None, below: Line | None) -> tuple[float, float, float] | None:
@@ -91,4 +110,5 @@ def _command(lines: list[Line]) -> str:
     batches = {int(line.case["batch"]) for line in lines}
     batch = f" --batch-size {batches.pop()}" if len(batches) == 1 else ""
     device = " --device cpu" if lines[0].gpu.startswith("CPU") else ""
-    return f"tileflash compare {models} --lengths {lengths}{batch}{device}"
+    repeats = max(line.repeats for line in lines)
+    return f"tileflash compare {models} --lengths {lengths}{batch} --repeats {repeats}{device}"

@@ -22,6 +22,7 @@ class Words:
     flags: dict[str, str]
     model: str
     batch_by_sequence: str
+    runs: str
     step_ms: str
     tokens_per_s: str
     peak_mb: str
@@ -54,6 +55,7 @@ _ENGLISH = Words(
     },
     model="model",
     batch_by_sequence="batch × sequence",
+    runs="runs",
     step_ms="ms a step, {variant}",
     tokens_per_s="tok/s, {variant}",
     peak_mb="peak MB, {variant}",
@@ -66,8 +68,9 @@ _ENGLISH = Words(
         "halved when causal; ratios are of speeds, median (lowest – highest) of {rounds} interleaved rounds."
     ),
     train_note=(
-        "{dtype}; median of {repeats} runs, each in its own process; speed-up = baseline / flash in ms a step, memory "
-        "saving = 1 - flash / baseline of the peak (MB = 2^20 bytes), with the lowest – highest that the runs allow."
+        "{dtype}; median of the runs of each scheme, each in its own process; speed-up = baseline / flash in ms a "
+        "step, memory saving = 1 - flash / baseline of the peak (MB = 2^20 bytes), with the lowest – highest that the "
+        "runs allow. Of a single run no spread is known."
     ),
     nothing="*No measurement yet. Make one: `{command}`*",
 )
@@ -92,6 +95,7 @@ _CHINESE = Words(
     },
     model="模型",
     batch_by_sequence="批大小 × 序列长度",
+    runs="运行次数",
     step_ms="每步毫秒，{variant}",
     tokens_per_s="tok/s，{variant}",
     peak_mb="峰值显存 MB，{variant}",
@@ -104,8 +108,8 @@ _CHINESE = Words(
         "比值为速度之比，取 {rounds} 轮交错测量的中位数（最低 – 最高）。"
     ),
     train_note=(
-        "{dtype}；{repeats} 次运行的中位数，每次独立进程；加速比 = 基线 / flash 的每步毫秒，显存节省 = 1 - flash / 基线的"
-        "峰值（MB = 2^20 字节），括号内为各次运行所容许的最低 – 最高。"
+        "{dtype}；各方案所列次数的运行的中位数，每次独立进程；加速比 = 基线 / flash 的每步毫秒，显存节省 = 1 - flash / 基线的"
+        "峰值（MB = 2^20 字节），括号内为各次运行所容许的最低 – 最高；只运行一次时，波动范围未知。"
     ),
     nothing="*尚无测量数据。运行：`{command}`*",
 )

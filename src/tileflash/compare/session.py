@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -41,8 +42,13 @@ def compare(config: CompareConfig, *, command: Sequence[str] = TRAIN_COMMAND, co
 
     Raises:
         OSError: when the output directory cannot be written.
+        ValueError: when another comparison is writing to it.
     """
-    console = console or Console()
+    with _held(config.output):
+        return _compare(config, command, console or Console())
+
+
+def _compare(config: CompareConfig, command: Sequence[str], console: Console) -> int:
     runs = plan(config)
     results = _earlier_results(config, runs, console)
     with _terminate_as_interrupt():
@@ -60,6 +66,23 @@ def compare(config: CompareConfig, *, command: Sequence[str] = TRAIN_COMMAND, co
     for complaint in complaints:
         console.print(f"error: {complaint}", style="red", highlight=False, soft_wrap=True)
     return FAILED if complaints or findings.failures() else OK
+
+
+@contextmanager
+def _held(output: Path) -> Iterator[None]:
+    """Keep other comparisons out of `output`: a second one would put the first one's runs aside under its hands.
+
+    The kernel releases the lock however the process ends.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"output is {output}: another comparison is writing to it; it must be a directory of its own"
+            ) from None
+        yield
 
 
 def _earlier_results(config: CompareConfig, runs: list[Run], console: Console) -> dict[Run, RunResult]:

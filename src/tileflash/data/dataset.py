@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -129,7 +130,8 @@ class DatasetWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for shard in (shard for shards in self._shards.values() for shard in shards):
-            shard.discard()
+            with suppress(OSError):  # closing writes what is held back, which a full disk refuses again
+                shard.discard()
         shutil.rmtree(self._aside)
 
 

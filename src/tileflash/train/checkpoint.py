@@ -115,21 +115,21 @@ def find_fault(path: Path) -> str | None:
         return "there is no such directory"
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        expected: dict[str, dict[str, Any]] = manifest["files"]
+        expected = {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in manifest["files"].items()}
         version = manifest["format"]
     except FileNotFoundError:
         return f"it has no {_MANIFEST} (it was being written when the run ended)"
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_MANIFEST} is damaged ({error})"
     if version != _FORMAT:
         return f"it is of format {version}; this version of tileflash reads format {_FORMAT}"
-    for name, facts in expected.items():
+    for name, (size_bytes, digest) in expected.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-        if _sha256(file) != facts["sha256"]:
+        if file.stat().st_size != size_bytes:
+            return f"{name} has {file.stat().st_size} bytes instead of {size_bytes}"
+        if _sha256(file) != digest:
             return f"{name} has changed since it was written (its SHA-256 differs)"
     return None
 

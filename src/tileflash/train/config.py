@@ -46,9 +46,11 @@ class TrainConfig:
         default_factory=dict, metadata=_facts("change a field of the preset, as n_layer=2; may be repeated", "Model")
     )
     init_from: str | None = _option(
-        None, "start from these weights: a Hugging Face directory or safetensors file, or an llm.c .bin file", "Model"
+        None, "start from these weights: a Hugging Face directory, or an llm.c .bin file", "Model"
     )
-    seed: int = _option(42, "seed of the initial weights, of --shuffle and of sampling", "Model", minimum=0)
+    seed: int = _option(
+        42, "seed of the initial weights, of --shuffle and of sampling", "Model", minimum=0, maximum=2**64 - 1
+    )
 
     flash: bool = _option(
         False, "use tileflash.attention; without it, the unfused chain of small operators (the baseline)", "Attention"
@@ -154,6 +156,10 @@ class TrainConfig:
             _check_range(setting, getattr(self, setting.name))
         self._check_batch()
         self._check_output()
+        if self.attention_backend != "auto" and not self.flash:
+            raise ValueError(
+                f'attention_backend is "{self.attention_backend}" and flash is off: the baseline has no backends; add --flash'
+            )
         if self.tokenizer == "llama3" and self.tokenizer_path is None:
             raise ValueError("tokenizer is llama3 and tokenizer_path is not set: it must name the tokenizer.model file")
 
@@ -200,7 +206,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     """The settings that a TOML file gives; keys are the flags' names, `-` or `_`. ValueError for a key that is none."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # of TOML, or of UTF-8
         raise ValueError(f"{path} is no valid TOML: {error}") from error
     settings = {name.replace("-", "_"): value for name, value in values.items()}
     check_names(settings, where=str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tileflash.train.metrics import StepMetrics
 
@@ -66,14 +67,28 @@ class Terminal:
 
 
 class JsonLog:
-    """One JSON object a line, written out at once. Values that JSON has no number for (NaN, Inf) are null."""
+    """One JSON object a line, written out at once. Values that JSON has no number for (NaN, Inf) are null.
 
-    def __init__(self, path: Path | None, *, resumed_step: int | None = None) -> None:
-        """Begin the file anew, or, with `resumed_step`, keep what it says of the steps up to that one."""
-        self._file = None
+    A line that the disk does not take is told once and left out: a full disk must not end a run.
+    """
+
+    def __init__(
+        self, path: Path | None, *, say: Callable[[str], None] = print, resumed_step: int | None = None
+    ) -> None:
+        """Begin the file anew, or, with `resumed_step`, keep what it says of the steps up to that one.
+
+        ValueError for a file that is no such log: it is never written over.
+        """
+        self._file: IO[bytes] | None = None
+        self._say = say
+        self._told, self._whole = False, True
         self.is_new = True
         if path is None:
             return
+        if not _is_log(path):
+            raise ValueError(
+                f"log_json is {path}: it holds something else than a log of `tileflash train`; name another"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         if resumed_step is not None and path.is_file():
             kept = _events_until(path, resumed_step)
@@ -82,13 +97,24 @@ class JsonLog:
             aside = path.with_name(f"{path.name}.tmp")
             aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             os.replace(aside, path)
-        self._file = path.open("w" if self.is_new else "a", encoding="utf-8")
+        # Unbuffered: what the disk did not take is not held back to fail again when the file is closed.
+        self._file = path.open("wb" if self.is_new else "ab", buffering=0)
 
     def write(self, event: dict[str, Any]) -> None:
         """Append `event`."""
-        if self._file is not None:
-            self._file.write(json.dumps(_jsonable(event), ensure_ascii=False, allow_nan=False) + "\n")
-            self._file.flush()
+        if self._file is None:
+            return
+        text = json.dumps(_jsonable(event), ensure_ascii=False, allow_nan=False)
+        line = f"{'' if self._whole else chr(10)}{text}\n".encode()
+        try:
+            written = self._file.write(line)
+            self._whole = written == len(line)  # else the next line must not go on with this one's half
+            if not self._whole:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._told:
+                self._say(f"warning: {self._file.name}: {error.strerror}; the log has gaps from here. Training goes on")
+            self._told = True
 
     def close(self) -> None:
         """Close the file."""
@@ -98,10 +124,11 @@ class JsonLog:
 
 
 class TensorBoardLog:
-    """Scalars and texts for TensorBoard; nothing where `directory` is None."""
+    """Scalars and texts for TensorBoard; nothing where `directory` is None, and no more once the disk is full (told once)."""
 
     def __init__(self, directory: Path | None, *, say: Callable[[str], None], resumed_step: int | None = None) -> None:
         self._writer: Any = None
+        self._say = say
         if directory is None:
             return
         try:
@@ -114,31 +141,46 @@ class TensorBoardLog:
 
     def step(self, metrics: StepMetrics) -> None:
         """The step's figures."""
-        if self._writer is not None:
-            for name in ("train_loss", "learning_rate", "gradient_norm", "step_ms", "tokens_per_s", "skipped"):
-                self._writer.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
-            self._writer.add_scalar("memory/peak_used_bytes", metrics.peak_used_bytes, metrics.step)
+        for name in ("train_loss", "learning_rate", "gradient_norm", "step_ms", "tokens_per_s", "skipped"):
+            self._write("add_scalar", f"train/{name}", getattr(metrics, name), metrics.step)
+        self._write("add_scalar", "memory/peak_used_bytes", metrics.peak_used_bytes, metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
         """A validation loss."""
-        if self._writer is not None:
-            self._writer.add_scalar("validation/loss", loss, step)
+        self._write("add_scalar", "validation/loss", loss, step)
 
     def sample(self, step: int, text: str) -> None:
         """A sample of text."""
-        if self._writer is not None:
-            self._writer.add_text("sample", text, step)
+        self._write("add_text", "sample", text, step)
 
     def flush(self) -> None:
         """Write out what is held back."""
-        if self._writer is not None:
-            self._writer.flush()
+        self._write("flush")
 
     def close(self) -> None:
         """Write out and close."""
-        if self._writer is not None:
-            self._writer.close()
+        self._write("close")
+        self._writer = None
+
+    def _write(self, method: str, *arguments: Any) -> None:
+        if self._writer is None:
+            return
+        try:
+            getattr(self._writer, method)(*arguments)
+        except (
+            OSError
+        ) as error:  # of an earlier line, raised again: its thread has ended, so this is the end of the log
             self._writer = None
+            self._say(f"warning: TensorBoard's log ends here: {error.strerror or error}. Training goes on")
+
+
+def _is_log(path: Path) -> bool:
+    """Whether `path` may be begun anew: it is not there, is empty, no ordinary file, or begins as a log does."""
+    if not path.is_file():
+        return True
+    with path.open("rb") as file:
+        start = file.read(64)
+    return not start.strip() or start.lstrip().startswith(b'{"event":')
 
 
 def _events_until(path: Path, step: int) -> list[str]:
@@ -149,9 +191,15 @@ def _events_until(path: Path, step: int) -> list[str]:
             event = json.loads(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and event.get("event") != "end" and event.get("step", 0) <= step:
+        if isinstance(event, dict) and event.get("event") != "end" and _step_of(event) <= step:
             kept.append(line)
     return kept
+
+
+def _step_of(event: dict[str, Any]) -> float:
+    """The event's step; 0 where it is of none, and beyond all where what stands there is no number."""
+    step = event.get("step", 0)
+    return step if isinstance(step, int | float) else math.inf
 
 
 def _jsonable(value: Any) -> Any:

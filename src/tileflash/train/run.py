@@ -36,7 +36,7 @@ def run(config: TrainConfig) -> TrainResult:
         )
         logs = Logs(
             terminal,
-            JsonLog(output.log_path, resumed_step=resumed_step),
+            JsonLog(output.log_path, say=terminal.say, resumed_step=resumed_step),
             TensorBoardLog(output.tensorboard_path, say=terminal.say, resumed_step=resumed_step),
         )
         stack.callback(logs.close)

@@ -27,10 +27,15 @@ def open_huggingface(directory: Path) -> Iterator[WeightSource]:
     Raises ValueError naming the file and the tensor for a damaged file, a missing or surplus tensor or a wrong shape.
     """
     config = read_config(directory)
-    maps = huggingface_maps(config)
     with ExitStack() as stack:
         handles = _open_shards(directory, stack)
         where = _canonical_names(handles, PREFIXES[config.family])
+        # Told before they are listed: a damaged number of layers may stand for more tensors than fit the memory.
+        if config.n_layer > len(where):
+            raise ValueError(
+                f"{directory}: config.json says {config.n_layer} layers, but there are {len(where)} tensors"
+            )
+        maps = huggingface_maps(config)
         _require_tensors(directory, where, handles, maps)
 
         def read(name: str) -> torch.Tensor:

@@ -72,6 +72,9 @@ def parse_header(slots: Sequence[int], size_bytes: int) -> Header:
     if rows < vocabulary:
         raise ValueError(f"padded vocabulary is {rows}; it must be at least the vocabulary, {vocabulary}")
     gpt2 = GPT2Config(vocabulary, length, layers, heads, width, vocab_multiple=GPT2_VOCAB_MULTIPLE)
+    # Told before its tensors are listed: a damaged number of layers may stand for more of them than fit the memory.
+    if layers * width * DTYPES[version].itemsize > size_bytes:
+        raise ValueError(f"n_layer is {layers}; a file of {size_bytes} bytes cannot hold so many layers")
     return Header(gpt2, DTYPES[version], rows)
 
 

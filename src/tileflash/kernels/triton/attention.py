@@ -46,7 +46,7 @@ class _Sizes:
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, low: int | None, high: int | None) -> _Sizes:
-        capability = (0, 0) if INTERPRETED else torch.cuda.get_device_capability(q.device)
+        capability = (0, 0) if INTERPRETED else _tile_capability(q.device)
         batch, query_length, heads, head_dim = q.shape
         _, key_length, kv_heads, head_dim_v = v.shape
         return _Sizes(
@@ -183,6 +183,11 @@ def _prepare_backward(
             PreparedLaunch(attention_backward_dkdv_kernel, grid_size, scalars, tile.num_warps, tile.num_stages)
         )
     return tuple(launches)
+
+
+def _tile_capability(device: torch.device) -> tuple[int, int]:
+    """What tiles are chosen by: the compute capability; of AMD GPUs one that no NVIDIA GPU has, for gfx90a says 9.0 as Hopper does."""
+    return (0, 1) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
