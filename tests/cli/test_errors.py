@@ -51,3 +51,14 @@ def test_friendly_errors(how: str) -> None:
     # Called twice: a guard is made anew for each call.
     assert runner.invoke(app, ["value"]).exit_code == 2
     assert isinstance(runner.invoke(app, ["bug"]).exception, KeyError)
+
+
+def test_the_version_is_told() -> None:
+    from typer.testing import CliRunner
+
+    from tileflash import __version__
+    from tileflash.cli import app
+
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == f"tileflash {__version__}"

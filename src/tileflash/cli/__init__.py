@@ -1,4 +1,7 @@
-"""The `tileflash` command: one file a subcommand; heavy imports stay inside the functions: `--help` is instant."""
+"""The `tileflash` command: one file a subcommand; what only some commands need is imported inside them."""
+
+import sys
+from typing import Annotated
 
 import typer
 
@@ -26,6 +29,26 @@ app.command("report")(report)
 app.add_typer(weights_app, name="weights")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from tileflash import __version__
+
+        typer.echo(f"tileflash {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
     """Entry point of the `tileflash` console script."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command has taken the signal into its own hands
+        sys.exit(130)

@@ -123,8 +123,8 @@ def _across_lengths(comparisons: list[Comparison], say: Texts) -> list[str]:
         values = {
             "short": short,
             "long": long,
-            "first": numbers.ratio(first.median),
-            "last": numbers.ratio(last.median),
+            "first": _ratio_or_noise(first, say),
+            "last": _ratio_or_noise(last, say),
         }
         if saving_first is not None and saving_last is not None:
             savings = {
@@ -135,7 +135,7 @@ def _across_lengths(comparisons: list[Comparison], say: Texts) -> list[str]:
         else:
             sentences.append(say("across.range", **values))
         best_length, best, _ = max(both, key=lambda entry: entry[1].median)
-        if best_length not in (short, long):
+        if best_length not in (short, long) and speed_verdict(best) is Verdict.BETTER:
             sentences.append(say("across.best", best=numbers.ratio(best.median), length=best_length))
         slower = [str(length) for length, speedup, _ in both if speed_verdict(speedup) is Verdict.WORSE]
         more = [str(length) for length, _, saving in both if saving and memory_verdict(saving) is Verdict.WORSE]
@@ -144,6 +144,12 @@ def _across_lengths(comparisons: list[Comparison], say: Texts) -> list[str]:
         if more:
             sentences.append(say("across.more_memory", lengths=say.listed(more)))
     return sentences + _oom_by_length(comparisons, say)
+
+
+def _ratio_or_noise(speedup: Measured, say: Texts) -> str:
+    """The ratio; with a word where it is no more than the spread of the repeats."""
+    ratio = numbers.ratio(speedup.median)
+    return say("across.noise", ratio=ratio) if speed_verdict(speedup) is Verdict.SAME else ratio
 
 
 def _oom_by_length(comparisons: list[Comparison], say: Texts) -> list[str]:

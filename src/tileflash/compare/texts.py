@@ -178,6 +178,7 @@ TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "序列长度从 {short} 增至 {long}，加速比从 {first} 变为 {last}，"
             "节省的峰值占用从 {saving_first} 变为 {saving_last}。",
         ),
+        "across.noise": ("{ratio} (within the spread)", "{ratio}（在波动范围内）"),
         "across.best": ("The best is {best} at {length}.", "最高为序列长度 {length} 时的 {best}。"),
         "across.slower": ("--flash is slower at sequence {lengths}.", "在序列长度 {lengths} 时 --flash 更慢。"),
         "across.more_memory": (

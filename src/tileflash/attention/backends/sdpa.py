@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tileflash.attention.backends.base import Backend
+from tileflash.attention.problem import AttentionProblem
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -63,6 +64,10 @@ class SdpaCudnnBackend(_SdpaBackend):
     lse = "none"
     deterministic = False
     min_capability = (9, 0)
+
+    def reasons(self, problem: AttentionProblem) -> list[str]:
+        # AMD's gfx90a and newer say 9.0 as well.
+        return super().reasons(problem) + (["cuDNN is for NVIDIA GPUs"] if torch.version.hip is not None else [])
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, return_lse: bool
