@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from tileflash.attention.band import Band
+from tileflash.attention.problem import compute_dtype
 
 
 class Kernels(NamedTuple):
@@ -59,17 +60,19 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     batch, query_length, heads, _ = q.shape
     return q.new_empty((batch, query_length, heads, v.shape[3])), q.new_empty(
-        (batch, heads, query_length), dtype=lse_dtype(q.dtype)
+        (batch, heads, query_length), dtype=compute_dtype(q.dtype)
     )
 
 
-@torch.library.custom_op("tileflash::attention_backward", mutates_args=())
-def attention_backward(
+def _run_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, low: int | None, high: int | None, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """d_q, d_k, d_v of the above, contiguous."""
     return kernels_of(backend).backward(d_out, d_lse, q, k, v, out, lse, scale, low, high)
+
+
+attention_backward = torch.library.custom_op("tileflash::attention_backward", mutates_args=())(_run_backward)
 
 
 @attention_backward.register_fake
@@ -80,11 +83,6 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The log-sum-exp of a computation: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, scale, low, high, backend = inputs
     ctx.set_materialize_grads(False)
@@ -92,12 +90,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.arguments = (scale, low, high, backend)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+def _differentiate(
+    ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, backward: Callable[..., Any]
+) -> tuple[Any, ...]:
+    """The gradients of `attention_forward`'s arguments, by `backward`, which has the arguments of `attention_backward`."""
     q, k, v, out, lse = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros_like(out)
-    gradients = torch.ops.tileflash.attention_backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments)
-    return (*gradients, None, None, None, None)
+    return (*backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments), None, None, None, None)
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    return _differentiate(ctx, d_out, d_lse, torch.ops.tileflash.attention_backward)
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -144,28 +148,16 @@ class _DirectAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, name: str
     ) -> tuple[Tensor, Tensor]:
-        kernels = kernels_of(name)
-        out, lse = kernels.forward(q, k, v, scale, low, high)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.arguments = (scale, low, high)
-        ctx.kernels = kernels
-        ctx.name = name
-        return out, lse
+        output = kernels_of(name).forward(q, k, v, scale, low, high)
+        _setup_context(ctx, (q, k, v, scale, low, high, name), output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        if d_out is None:
-            d_out = torch.zeros_like(out)
-        if torch.is_grad_enabled():
-            # create_graph=True: the operator is connected to its inputs and refuses when the second derivative is taken.
-            gradients = torch.ops.tileflash.attention_backward(
-                d_out, d_lse, q, k, v, out, lse, *ctx.arguments, ctx.name
-            )
-        else:
-            gradients = ctx.kernels.backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments)
-        return (*gradients, None, None, None, None)
+        # With create_graph=True the operator is needed: it is connected to its inputs, and refuses when the second
+        # derivative is taken.
+        operator = torch.ops.tileflash.attention_backward
+        return _differentiate(ctx, d_out, d_lse, operator if torch.is_grad_enabled() else _run_backward)
 
 
 class _TransformedAttention(torch.autograd.Function):
@@ -183,17 +175,11 @@ class _TransformedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _setup_context(ctx, inputs, output)
+    setup_context = staticmethod(_setup_context)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        if d_out is None:
-            d_out = torch.zeros_like(out)
-        gradients = _TransformedGradients.apply(d_out, d_lse, q, k, v, out, lse, *ctx.arguments)
-        return (*gradients, None, None, None, None)
+        return _differentiate(ctx, d_out, d_lse, _TransformedGradients.apply)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:

@@ -15,6 +15,11 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = tuple[int | None, int | None]
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What tensors of `dtype` are computed in, and the dtype of their log-sum-exp: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
     """What a backend is asked to do. Lengths in elements, `scale` multiplies the logits.

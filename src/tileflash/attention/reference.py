@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tileflash.attention.band import Band
+from tileflash.attention.problem import compute_dtype
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
@@ -13,7 +14,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: floa
     query that sees no key gives out 0, lse -inf and gradients 0; a key no query sees may hold NaN without harm. Needs O(Sq * Sk)
     memory.
     """
-    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    compute = compute_dtype(q.dtype)
     group = q.shape[2] // k.shape[2]
     visible = band.mask(0, q.shape[1], k.shape[1], q.device)  # [Sq, Sk]
     seen = visible.any(0)[None, :, None, None]  # 0 * NaN is NaN, so keys that nobody sees become 0

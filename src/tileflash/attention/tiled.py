@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tileflash.attention.band import Band
+from tileflash.attention.problem import compute_dtype
 
 # A strip's logits hold at most this many elements (64 MiB in fp32), whatever the sequence length.
 _STRIP_ELEMENTS = 2**24
@@ -30,7 +31,7 @@ def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None
 ) -> tuple[Tensor, Tensor]:
     """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (fp32; fp64 for fp64 inputs) of q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v likewise."""
-    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    compute = compute_dtype(q.dtype)
     batch, query_length, heads, _ = q.shape
     kv_heads = k.shape[2]
     out = torch.zeros((batch, query_length, heads, v.shape[3]), dtype=q.dtype, device=q.device)
