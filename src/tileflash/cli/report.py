@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +28,7 @@ def report(
     """
     from tileflash.bench.ledger import read
     from tileflash.bench.tables import BLOCKS, fill, language_of, render
+    from tileflash.files import written_aside
 
     lines = read(results)
     if not write:
@@ -44,9 +44,8 @@ def report(
             state = f"stale: {', '.join(stale)}; run `tileflash report --write {path}`" if stale else "up to date"
             typer.echo(f"{path}: {state}", err=bool(stale))
         elif stale:
-            aside = path.with_name(path.name + ".partial")
-            aside.write_bytes(filled.encode("utf-8"))
-            os.replace(aside, path)
+            with written_aside(path) as (aside,):
+                aside.write_bytes(filled.encode("utf-8"))
             typer.echo(f"{path}: filled {', '.join(stale)}")
         else:
             typer.echo(f"{path}: up to date")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import signal
 import threading
@@ -26,6 +25,7 @@ from tileflash.compare.report_markdown import to_markdown
 from tileflash.compare.results import Outcome, RunResult, read_run
 from tileflash.compare.runner import TRAIN_COMMAND, execute, log_path
 from tileflash.compare.texts import texts
+from tileflash.files import written_aside
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 
@@ -194,6 +194,5 @@ def _write_reports(findings: Findings) -> list[Path]:
 def _write(path: Path, text: str) -> None:
     """Aside, then renamed: whoever has the old report open never sees half a new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    with written_aside(path) as (aside,):
+        aside.write_text(text, encoding="utf-8")

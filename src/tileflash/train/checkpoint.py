@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tileflash.files import flush
 from tileflash.train.errors import CheckpointError
 
 _MANIFEST = "manifest.json"
@@ -48,7 +49,7 @@ def save_checkpoint(
         _write(aside, tensors, {"format": _FORMAT, "step": step, **state})
         _remove(final)  # there only if it is not complete, or of a past that was resumed before it
         os.rename(aside, final)
-        _sync_directory(output)
+        flush(output)
     except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
         shutil.rmtree(aside, ignore_errors=True)  # a full disk has room again for the run's log
         cause = next((cause for cause in _causes(error) if isinstance(cause, OSError | KeyboardInterrupt)), None)
@@ -164,9 +165,9 @@ def _write(aside: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any])
     _write_json(aside / _STATE, state)
     files = sorted(path for path in aside.rglob("*") if path.is_file())
     entries = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-    _sync_directory(aside / _TENSORS)
+    flush(aside / _TENSORS)
     _write_json(aside / _MANIFEST, {"format": _FORMAT, "files": entries})
-    _sync_directory(aside)
+    flush(aside)
 
 
 @contextmanager
@@ -192,15 +193,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed)
-
-
-def _sync_directory(path: Path) -> None:
-    """Make the names in `path` durable; a rename is not, until its directory is written out."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

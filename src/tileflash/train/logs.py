@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from tileflash.files import written_aside
 from tileflash.train.metrics import StepMetrics
 
 _REDRAW_S = 0.1
@@ -94,9 +95,8 @@ class JsonLog:
             kept = _events_until(path, resumed_step)
             self.is_new = not kept
             # Replaced whole: a kill amid this leaves either the old log or the new one.
-            aside = path.with_name(f"{path.name}.tmp")
-            aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(aside, path)
+            with written_aside(path) as (aside,):
+                aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         # Unbuffered: what the disk did not take is not held back to fail again when the file is closed.
         self._file = path.open("wb" if self.is_new else "ab", buffering=0)
 

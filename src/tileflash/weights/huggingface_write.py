@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from ..files import written_aside
 from ..models import Model
-from .files import written_aside
 from .huggingface_config import CONFIG_NAME, values_from_config
 from .huggingface_maps import HEAD_NAME, INDEX_NAME, PREFIXES, SINGLE_NAME, huggingface_maps
 from .tensor_map import TensorMap

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from ..files import written_aside
 from ..models import GPT2Config, Llama3Config, Model, ModelConfig
-from .files import written_aside
 from .llmc_header import GPT2_VOCAB_MULTIPLE, HEADER_BYTES, INTEGERS, header_bytes, parse_header, read_header
 from .tensor_map import TensorMap, WeightSource, differing_fields
 

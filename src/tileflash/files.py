@@ -19,7 +19,7 @@ def written_aside(*paths: Path) -> Iterator[list[Path]]:
     try:
         yield temporary
         for path in temporary:
-            _flush(path)
+            flush(path)
         for path, final in zip(temporary, paths, strict=True):
             os.replace(path, final)
     finally:
@@ -27,7 +27,8 @@ def written_aside(*paths: Path) -> Iterator[list[Path]]:
             path.unlink(missing_ok=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have what is written to `path` on the disk; of a directory: the names in it, which a rename alone does not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
