@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from tileflash.attention.band import Band
+
 Direction = Literal["forward", "backward"]
 _BACKWARD_FACTOR = 2.5  # five matrix products (scores again, dV, dP, dQ, dK) against two
 
@@ -52,14 +54,7 @@ def find_gpu(name: str | None) -> Gpu | None:
 
 def visible_pairs(seq_q: int, seq_k: int, causal: bool) -> int:
     """How many (query, key) pairs of one head are visible; causal is bottom-right: key j <= i + seq_k - seq_q."""
-    if not causal:
-        return seq_q * seq_k
-    # Query i sees i + 1 + shift keys, none when that is negative: an arithmetic series over the queries that see any.
-    shift = seq_k - seq_q
-    blind = max(0, -shift)
-    seeing = seq_q - blind
-    first, last = blind + 1 + shift, seq_q + shift
-    return seeing * (first + last) // 2
+    return Band.of(causal, (None, None), seq_q, seq_k).visible_pairs(seq_q, seq_k)
 
 
 @dataclass(frozen=True)
