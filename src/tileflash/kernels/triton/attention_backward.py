@@ -18,7 +18,7 @@ from tileflash.kernels.triton.tile import (
     store_rows,
     tile_dot,
     tile_dot_add,
-    visible_keys,
+    visible_range,
 )
 
 
@@ -106,20 +106,9 @@ def attention_backward_dkdv_kernel(
         v_base, i_key, 0, key_length, stride_vs, DV, BLOCK_N, BLOCK_DV, EVEN_DV, True
     )  # [BLOCK_N, BLOCK_DV]
 
-    # Queries that see some key of the tile: [query_begin, query_end); that see all of it: [full_begin, full_end), whole tiles only.
-    query_begin = 0
-    query_end = query_length
-    full_begin = 0
-    full_end = query_length // BLOCK_M * BLOCK_M
-    if HAS_HIGH:
-        query_begin = tl.maximum(0, i_key - high)
-        full_begin = tl.cdiv(tl.maximum(0, i_key + BLOCK_N - 1 - high), BLOCK_M) * BLOCK_M
-    if HAS_LOW:
-        query_end = tl.minimum(query_length, tl.minimum(i_key + BLOCK_N, key_length) - low)
-        full_end = tl.minimum(full_end, tl.maximum(0, i_key - low + 1) // BLOCK_M * BLOCK_M)
-    full_begin = tl.minimum(full_begin, tl.maximum(query_end, 0))
-    full_end = tl.maximum(full_end, full_begin)
-
+    query_begin, full_begin, full_end, query_end = visible_range(
+        i_key, key_length, query_length, -high, -low, BLOCK_N, BLOCK_M, HAS_HIGH, HAS_LOW
+    )
     d_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     d_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for i_group in range(KV_GROUP):
@@ -227,7 +216,7 @@ def attention_backward_dq_kernel(
         delta -= tl.load(d_lse_ptr + row_base + i_queries, mask=inside, other=0.0)
     tl.store(delta_ptr + row_base + i_queries, delta, mask=inside)
 
-    key_begin, full_begin, full_end, key_end = visible_keys(
+    key_begin, full_begin, full_end, key_end = visible_range(
         i_query, query_length, key_length, low, high, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH
     )
     d_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

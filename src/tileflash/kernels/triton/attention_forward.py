@@ -7,7 +7,7 @@ or by the end of the keys are masked, the full ones between them are not. The so
 import triton
 import triton.language as tl
 
-from tileflash.kernels.triton.tile import LN_2, load_rows, query_tile, store_rows, tile_dot, tile_dot_add, visible_keys
+from tileflash.kernels.triton.tile import LN_2, load_rows, query_tile, store_rows, tile_dot, tile_dot_add, visible_range
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def attention_forward_kernel(
         q_base, i_query, 0, query_length, stride_qs, D, BLOCK_M, BLOCK_D, EVEN_D, True
     )  # [BLOCK_M, BLOCK_D]
 
-    key_begin, full_begin, full_end, key_end = visible_keys(
+    key_begin, full_begin, full_end, key_end = visible_range(
         i_query, query_length, key_length, low, high, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH
     )
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

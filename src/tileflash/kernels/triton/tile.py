@@ -77,25 +77,26 @@ def query_tile(program, query_length, batch_heads, head_group, BLOCK_M: tl.const
 
 
 @triton.jit
-def visible_keys(
-    i_query, query_length, key_length, low, high,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+def visible_range(
+    i_own, own_length, other_length, low, high,
+    BLOCK_OWN: tl.constexpr, BLOCK_OTHER: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
 ):  # fmt: skip
-    """Keys that a tile of queries sees: (key_begin, full_begin, full_end, key_end).
+    """What a tile of rows sees of the other side, where row i sees low <= j - i <= high: (begin, full_begin, full_end, end).
 
-    Some row sees a key of [key_begin, key_end); all rows see all keys of [full_begin, full_end), which is whole tiles. full_begin and
-    full_end are multiples of BLOCK_N unless the ranges beside them are empty.
+    Some row sees a j of [begin, end); all rows see all of [full_begin, full_end), which is whole tiles of BLOCK_OTHER. full_begin
+    and full_end are multiples of it unless the ranges beside them are empty. A tile of queries asks for keys with the band's own
+    bounds, a tile of keys for queries with -high and -low: i - j is bounded where j - i is.
     """
-    key_begin = 0
-    key_end = key_length
+    begin = 0
+    end = other_length
     full_begin = 0
-    full_end = key_length // BLOCK_N * BLOCK_N
+    full_end = other_length // BLOCK_OTHER * BLOCK_OTHER
     if HAS_LOW:
-        key_begin = tl.maximum(0, i_query + low)
-        full_begin = tl.cdiv(tl.maximum(0, i_query + BLOCK_M - 1 + low), BLOCK_N) * BLOCK_N
+        begin = tl.maximum(0, i_own + low)
+        full_begin = tl.cdiv(tl.maximum(0, i_own + BLOCK_OWN - 1 + low), BLOCK_OTHER) * BLOCK_OTHER
     if HAS_HIGH:
-        key_end = tl.minimum(key_length, tl.minimum(i_query + BLOCK_M, query_length) + high)
-        full_end = tl.minimum(full_end, tl.maximum(0, i_query + high + 1) // BLOCK_N * BLOCK_N)
-    full_begin = tl.minimum(full_begin, tl.maximum(key_end, 0))
+        end = tl.minimum(other_length, tl.minimum(i_own + BLOCK_OWN, own_length) + high)
+        full_end = tl.minimum(full_end, tl.maximum(0, i_own + high + 1) // BLOCK_OTHER * BLOCK_OTHER)
+    full_begin = tl.minimum(full_begin, tl.maximum(end, 0))
     full_end = tl.maximum(full_end, full_begin)
-    return key_begin, full_begin, full_end, key_end
+    return begin, full_begin, full_end, end
