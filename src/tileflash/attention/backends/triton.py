@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tileflash.attention.backends.base import Backend
 from tileflash.attention.ops import Kernels, attend_with_kernels, register_kernels
-from tileflash.attention.problem import AttentionProblem
+from tileflash.attention.problem import FEATURES, AttentionProblem
+from tileflash.kernels.options import PLAIN, Options
 
 
 def _triton_kernels() -> Kernels:
@@ -24,8 +25,8 @@ class TritonBackend(Backend):
     summary = "tileflash's portable Triton kernels"
     devices = frozenset({"cuda"})
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
-    max_head_dim = 256
-    positive_scale = True
+    max_head_dim = 512
+    features = frozenset(FEATURES)
     min_capability = (8, 0)
 
     def __init__(self) -> None:
@@ -47,9 +48,17 @@ class TritonBackend(Backend):
         return found
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
     ) -> tuple[Tensor, Tensor | None]:
-        return attend_with_kernels(self.name, q, k, v, scale, low, high)
+        return attend_with_kernels(self.name, q, k, v, scale, low, high, options)
 
 
 register_kernels(TritonBackend.name, _triton_kernels)
