@@ -15,13 +15,20 @@ from support.optioned import BIASES, OPTIONS, OTHERS, Problem, check, draw
 from tileflash.attention.dispatch import BACKENDS, NoBackendError
 
 ON_GPU = torch.cuda.is_available()
-PACKED = ((33, 33), (0, 7), (40, 65), (5, 0), (70, 20))
+OURS = ("triton", "tiled", "reference")  # these serve everything here
+PACKED = ((33, 33), (0, 7), (20, 65), (5, 0), (40, 9))
 SHAPES = {
     "square": Problem(causal=True),
-    "long": Problem(sq=37, sk=70, heads=4, kv_heads=2, causal="top-left", d=24, dv=8),
+    "long": Problem(sq=37, sk=70, batch=1, heads=4, kv_heads=2, causal="top-left", d=24, dv=8),
     "packed": Problem(lengths=PACKED, causal=True, slack=9),
-    "packed window": Problem(lengths=PACKED, window=(11, 5), heads=4, kv_heads=1),
+    "packed window": Problem(lengths=PACKED, window=(11, 5), heads=2, kv_heads=1),
 }
+# Small: there are many pairs, and the interpreter is slow.
+PAIR_SHAPES = (
+    Problem(sq=34, sk=40, heads=1, kv_heads=1, causal=True),
+    Problem(sq=37, sk=34, batch=1, window=(20, 3)),
+    Problem(lengths=((33, 34), (0, 4), (3, 5)), heads=1, kv_heads=1, causal=True, slack=2),
+)
 PAIRS = [
     pair for pair in combinations(OPTIONS, 2) if not set(pair) <= set(BIASES) and set(pair) != {"alibi", "alibi_batch"}
 ]
@@ -34,23 +41,20 @@ def serve_or_refuse(problem: Problem, name: str, device: str) -> None:
     with_lse = BACKENDS[name].lse == "differentiable"
     try:
         function(
-            **drawn.tensors,
-            **drawn.arguments,
-            causal=problem.causal,
-            window=problem.window,
-            return_lse=with_lse,
-            backend=name,
-        )
+            **drawn.tensors, **drawn.arguments, causal=problem.causal, window=problem.window, return_lse=with_lse, backend=name
+        )  # fmt: skip
     except NoBackendError as error:
-        assert name not in ("tiled", "reference") and (name != "triton" or problem.dtype == torch.float64), str(error)
-        assert f"{name}: " in str(error)
+        refusal = str(error)
+    else:
+        check(problem, name, device, with_lse)
         return
-    check(problem, name, device, with_lse)
+    assert name not in OURS, refusal
+    assert f"{name}: " in refusal
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("option", (*OPTIONS, "none"))
+@pytest.mark.parametrize("option", [*OPTIONS, "none"])
 def test_each_option(option: str, shape: str, name: str, device: str, poisoned_memory: None) -> None:
     options = () if option == "none" else (option,)
     serve_or_refuse(replace(SHAPES[shape], options=options, seed=len(option)), name, device)
@@ -60,8 +64,7 @@ def test_each_option(option: str, shape: str, name: str, device: str, poisoned_m
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_each_pair(pair: tuple[str, str], name: str, device: str, poisoned_memory: None) -> None:
     seed = PAIRS.index(pair)
-    shape = list(SHAPES.values())[seed % len(SHAPES)]
-    serve_or_refuse(replace(shape, options=pair, seed=seed), name, device)
+    serve_or_refuse(replace(PAIR_SHAPES[seed % len(PAIR_SHAPES)], options=pair, seed=seed), name, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -102,7 +105,7 @@ def problems(choose: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=300 if ON_GPU else 40, deadline=None, derandomize=True)
+@settings(max_examples=500 if ON_GPU else 30, deadline=None, derandomize=True)
 @given(problem=problems())
 def test_any_draw_of_all(problem: Problem) -> None:
     for name in ("triton", "tiled"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class Drawn:
     arguments: dict[str, Any]
     causal: Any
     window: tuple[int | None, int | None]
-    sequences: list[tuple[slice, slice]] | None = field(default=None)
+    logits: int
+    sequences: list[tuple[slice, slice]] | None = None
 
 
 def draw(problem: Problem, device: str) -> Drawn:
@@ -88,7 +90,7 @@ def draw(problem: Problem, device: str) -> Drawn:
         arguments["cu_seqlens_q"], arguments["cu_seqlens_k"] = (
             torch.tensor(e, dtype=torch.int32, device=device) for e in ends
         )
-        bounds = (list(zip(e, e[1:], strict=False)) for e in ends)
+        bounds = (list(pairwise(e)) for e in ends)
         sequences = [(slice(*a), slice(*b)) for a, b in zip(*bounds, strict=True)]
     tensors = {
         "q": normal(*rows[0], problem.heads, problem.d, spread=problem.spread),
@@ -135,7 +137,7 @@ def draw(problem: Problem, device: str) -> Drawn:
             )
         else:
             raise KeyError(name)
-    return Drawn(tensors, arguments, problem.causal, problem.window, sequences)
+    return Drawn(tensors, arguments, problem.causal, problem.window, batch * problem.heads * sq * sk, sequences)
 
 
 def textbook(drawn: Drawn, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -210,7 +212,7 @@ def _textbook(drawn: Drawn, tensors: dict[str, Tensor], arguments: dict[str, Any
     empty = (logits == -torch.inf).all(3, keepdim=True)
     safe = logits.masked_fill(empty, 0.0)
     if safe.shape[3] == 0:
-        return q.new_zeros(batch, sq, heads, v.shape[3]), safe.new_full((batch, heads, sq), -torch.inf)
+        return (safe @ v).transpose(1, 2), safe.sum(3) - torch.inf
     weights = torch.softmax(safe, 3).masked_fill(empty, 0.0)[..., :sk]
     lse = torch.logsumexp(safe.to(torch.promote_types(q.dtype, torch.float32)), 3).masked_fill(
         empty[..., 0], -torch.inf
@@ -225,7 +227,11 @@ def _textbook(drawn: Drawn, tensors: dict[str, Tensor], arguments: dict[str, Any
 
 
 def check(problem: Problem, backend: str, device: str, with_lse: bool = True) -> None:
-    """Forward and backward of a backend against fp64, by promise 1: out, lse, and the gradients of every differentiable tensor."""
+    """Forward and backward of a backend against fp64: out, lse, and the gradients of every differentiable tensor.
+
+    By promise 1, but three times plain PyTorch's error instead of twice: with few keys in a row the rounding of out, from which delta is
+    made in every FlashAttention, weighs more than all that plain PyTorch rounds (a row with one key has dS = 0 there, exactly).
+    """
     drawn = draw(problem, device)
     function = tileflash.attention if problem.lengths is None else tileflash.attention_varlen
     generator = torch.Generator().manual_seed(problem.seed + 1)
@@ -241,6 +247,7 @@ def check(problem: Problem, backend: str, device: str, with_lse: bool = True) ->
         if lse is not None:
             finite = torch.isfinite(lse)
             loss = loss + (lse[finite] * weights[1][finite].to(lse.dtype)).sum()
+        loss = loss + 0 * sum(tensor.flatten()[:0].sum() for tensor in tensors.values())  # a graph, even of nothing
         gradients = torch.autograd.grad(loss, [tensors[name] for name in names], materialize_grads=True)
         return [out.detach(), *gradients, *([] if lse is None else [lse.detach()])]
 
@@ -262,4 +269,7 @@ def check(problem: Problem, backend: str, device: str, with_lse: bool = True) ->
     plain = run(by_hand, drawn.tensors)
     actual = run(ours, drawn.tensors)
     for name, *tensors in zip(["out", *(f"d_{name}" for name in names), "lse"], actual, truth, plain, strict=False):
-        assert_within_promise(f"{backend} {problem} {name}", *tensors)
+        summed = drawn.logits / max(1, tensors[0].numel()) if name in ("d_bias", "d_alibi_slopes", "d_sinks") else 0.0
+        if name == "d_alibi_slopes":
+            summed *= (drawn.tensors["k"].shape[-3] / 4) ** 2  # its terms are multiplied by distances
+        assert_within_promise(f"{backend} {problem} {name}", *tensors, summed=summed, factor=3)

@@ -18,6 +18,7 @@ class _SdpaBackend(Backend):
     """What PyTorch's kernels have in common."""
 
     equal_head_dims = True
+    positive_scale = True
     bands = "square causal"
     empty_tensors = False
     any_strides = False
@@ -128,6 +129,7 @@ class SdpaMathBackend(_SdpaBackend):
     devices = frozenset({"cpu", "cuda"})
     dtypes = _HALF | {torch.float32, torch.float64}
     equal_head_dims = False
+    positive_scale = False
     any_strides = True
     lse = "none"
     linear_memory = False

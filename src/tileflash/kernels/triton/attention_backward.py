@@ -195,9 +195,12 @@ def _accumulate_dq(
     stride_ks, stride_vs, scale, scale_log2, low, high, D, DV, extra,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr, GUARDED: tl.constexpr = False,
 ):  # fmt: skip
-    """One pass over key tiles from begin to end: d_q += dS K. The tile of queries sees nothing outside [key_begin, key_end)."""
+    """One pass over key tiles from begin to end: d_q += dS K. The tile of queries sees nothing outside [key_begin, key_end).
+
+    GUARDED keeps keys that are not finite from rows that do not see them.
+    """
     i_queries = (i_query + tl.arange(0, BLOCK_M))[:, None]  # [BLOCK_M, 1]
     for i_key in range(begin, end, BLOCK_N):
         b_k = load_rows(
@@ -226,11 +229,12 @@ def _accumulate_dq(
             if HIDING & FEATURES:
                 visible = hide(visible, i_queries, i_keys, shown, query_length, key_length, extra, FEATURES)
             d_s = tl.where(visible, d_s, 0.0)
-            b_k = finite_or_zero(b_k)  # rows that see a key that is not finite have a dS that is not, either
         if ALIBI & FEATURES:
             d_slope -= tl.sum(d_s * distance(i_queries, i_keys, extra), 1)
         if SOFTCAP & FEATURES:
             d_s *= derivative
+        if GUARDED:
+            b_k = finite_or_zero(b_k)  # a row that sees such a key has a dS that is not finite, either
         d_q = tile_dot_add(d_s.to(b_k.dtype), b_k, d_q, PRECISION)  # [BLOCK_M, BLOCK_D]
     return d_q, d_slope
 
@@ -313,6 +317,35 @@ def attention_backward_dq_kernel(
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES,
     )  # fmt: skip
     d_q_base = d_q_ptr + sequence * stride_dqb + head * stride_dqh + q_first * stride_dqs
-    store_rows(d_q_base, d_q * scale, i_query, query_length, stride_dqs, D, BLOCK_M, BLOCK_D)
-    if ALIBI & FEATURES:
-        tl.store(d_slopes_ptr + row_base + i_queries, d_slope, mask=inside)
+    # As in the forward pass: where something not finite came in, rows are made once more, in small tiles that look for it.
+    lost = 0
+    if HAS_LOW or HAS_HIGH or (HIDING & FEATURES):
+        lost = tl.max(tl.max((d_q != d_q).to(tl.int32), 1), 0)
+    if lost == 0:
+        store_rows(d_q_base, d_q * scale, i_query, query_length, stride_dqs, D, BLOCK_M, BLOCK_D)
+        if ALIBI & FEATURES:
+            tl.store(d_slopes_ptr + row_base + i_queries, d_slope, mask=inside)
+    else:
+        for i_part in range(i_query, tl.minimum(i_query + BLOCK_M, query_length), 16):
+            i_rows = i_part + tl.arange(0, 16)
+            rows_inside = i_rows < query_length
+            b_q_part = load_rows(
+                q_base, i_part, 0, query_length, stride_qs, D, 16, BLOCK_D, EVEN_D, True
+            )  # [16, BLOCK_D]
+            b_d_out_part = load_rows(
+                d_out_base, i_part, 0, query_length, stride_gs, DV, 16, BLOCK_DV, EVEN_DV, True
+            )  # [16, BLOCK_DV]
+            b_out_part = load_rows(out_base, i_part, 0, query_length, stride_os, DV, 16, BLOCK_DV, EVEN_DV, True)
+            lse_log2_part = tl.load(lse_ptr + row_base + i_rows, mask=rows_inside, other=float("inf")) * LOG2_E
+            delta_part = tl.sum(b_out_part.to(tl.float32) * b_d_out_part.to(tl.float32), 1)
+            if HAS_D_LSE:
+                delta_part -= tl.load(d_lse_ptr + row_base + i_rows, mask=rows_inside, other=0.0)
+            d_q_part, d_slope_part = _accumulate_dq(
+                tl.zeros([16, BLOCK_D], tl.float32), tl.zeros([16], tl.float32), b_q_part, b_d_out_part, lse_log2_part, delta_part, k_base, v_base,
+                i_part, key_begin // 16 * 16, key_end, key_begin, key_end, query_length, key_length, stride_ks, stride_vs,
+                scale, scale_log2, low, high, D, DV, extra,
+                16, 16, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES, True,
+            )  # fmt: skip
+            store_rows(d_q_base, d_q_part * scale, i_part, query_length, stride_dqs, D, 16, BLOCK_D)
+            if ALIBI & FEATURES:
+                tl.store(d_slopes_ptr + row_base + i_rows, d_slope_part, mask=rows_inside)

@@ -43,9 +43,12 @@ def _attend(
     stride_ks, stride_vs, scale, scale_log2, low, high, D, DV, extra,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr, GUARDED: tl.constexpr = False,
 ):  # fmt: skip
-    """One pass over the key tiles from begin to end: the online softmax. The tile of queries sees nothing outside [key_begin, key_end)."""
+    """One pass over the key tiles from begin to end: the online softmax. The tile of queries sees nothing outside [key_begin, key_end).
+
+    GUARDED keeps values that are not finite from rows that do not see them.
+    """
     i_queries = (i_query + tl.arange(0, BLOCK_M))[:, None]  # [BLOCK_M, 1]
     for i_key in range(begin, end, BLOCK_N):
         b_k = load_rows(
@@ -83,11 +86,37 @@ def _attend(
         b_v = load_rows(
             v_base, i_key, key_begin, key_end, stride_vs, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
         )  # [BLOCK_N, BLOCK_DV]
-        if MASKED:
+        if GUARDED:
             b_p, b_v = poison_unreadable(b_p, b_v, visible)
         acc = tile_dot_add(b_p.to(b_v.dtype), b_v, acc, PRECISION)  # [BLOCK_M, BLOCK_DV]
         row_max = new_max
     return acc, row_sum, row_max
+
+
+@triton.jit
+def _first_state(extra, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FEATURES: tl.constexpr):
+    """(acc, row_sum, row_max) of rows that have seen nothing; a sink is a key without a value that they have seen before all others."""
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    if SINKS & FEATURES:
+        row_max = tl.zeros([BLOCK_M], tl.float32) + sink_of(extra) * LOG2_E
+        row_sum += tl.where(sink_of(extra) == -float("inf"), 0.0, 1.0)
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def _finish(
+    acc, row_sum, row_max, out_base, lse_base, i_query, query_length, stride_os, DV, is_slack_rows,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Divides and stores. A row that saw no key has the sum 0: its output is 0 and its log-sum-exp -inf."""
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    lse = tl.where(row_sum == 0.0, -float("inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
+    lse = tl.where(is_slack_rows, -float("inf"), lse)  # a sink is seen by queries, not by slack rows
+    i_queries = i_query + tl.arange(0, BLOCK_M)
+    tl.store(lse_base + i_queries, lse, mask=i_queries < query_length)
+    store_rows(out_base, acc, i_query, query_length, stride_os, DV, BLOCK_M, BLOCK_DV)
 
 
 # Lengths and counts are not specialised: a new length must not mean a new compilation.
@@ -117,7 +146,6 @@ def attention_forward_kernel(
         high += shift
     extra = operands(bias, options, sequence, head, heads, shift, q_first, k_first, FEATURES)
 
-    i_queries = i_query + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     q_base = q_ptr + sequence * stride_qb + head * stride_qh + q_first * stride_qs
     k_base = k_ptr + sequence * stride_kb + head // KV_GROUP * stride_kh + k_first * stride_ks
     v_base = v_ptr + sequence * stride_vb + head // KV_GROUP * stride_vh + k_first * stride_vs
@@ -132,13 +160,7 @@ def attention_forward_kernel(
         if prefix_of(extra) > 0:
             key_begin = 0
             key_end = tl.maximum(key_end, tl.minimum(prefix_of(extra), key_length))
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    if SINKS & FEATURES:
-        # A sink is a key without a value that every row has seen before all others.
-        row_max = tl.zeros([BLOCK_M], tl.float32) + sink_of(extra) * LOG2_E
-        row_sum += tl.where(sink_of(extra) == -float("inf"), 0.0, 1.0)
+    acc, row_sum, row_max = _first_state(extra, BLOCK_M, BLOCK_DV, FEATURES)
     if HIDING & FEATURES:
         full_begin = key_begin // BLOCK_N * BLOCK_N
         full_end = full_begin
@@ -160,15 +182,34 @@ def attention_forward_kernel(
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES,
     )  # fmt: skip
 
-    # A row that saw no key has the sum 0: its output is 0 and its log-sum-exp -inf.
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    lse = tl.where(row_sum == 0.0, -float("inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
-    rows_inside = i_queries < query_length
+    out_base = out_ptr + sequence * stride_ob + head * stride_oh + q_first * stride_os
     if VARLEN & FEATURES:
-        lse = tl.where(is_slack(sequence, options), -float("inf"), lse)  # a sink is seen by queries, not by slack rows
+        slack = is_slack(sequence, options)
         lse_base = lse_ptr + head * total_rows + q_first
     else:
+        slack = False
         lse_base = lse_ptr + (sequence * heads + head) * query_length
-    tl.store(lse_base + i_queries, lse, mask=rows_inside)
-    out_base = out_ptr + sequence * stride_ob + head * stride_oh + q_first * stride_os
-    store_rows(out_base, acc, i_query, query_length, stride_os, DV, BLOCK_M, BLOCK_DV)
+    # A hidden value that is not finite spoils the rows of its tile: 0 * NaN is NaN. To look for it in every tile of values costs
+    # registers, so it is looked for in the result, and then these rows are made once more.
+    lost = 0
+    if HAS_LOW or HAS_HIGH or (HIDING & FEATURES):
+        lost = tl.max(tl.max((acc != acc).to(tl.int32), 1), 0)
+    if lost == 0:
+        _finish(
+            acc, row_sum, row_max, out_base, lse_base, i_query, query_length, stride_os, DV, slack, BLOCK_M, BLOCK_DV
+        )
+    else:
+        for i_part in range(i_query, tl.minimum(i_query + BLOCK_M, query_length), 16):
+            b_q_part = load_rows(
+                q_base, i_part, 0, query_length, stride_qs, D, 16, BLOCK_D, EVEN_D, True
+            )  # [16, BLOCK_D]
+            acc_part, row_sum_part, row_max_part = _first_state(extra, 16, BLOCK_DV, FEATURES)
+            acc_part, row_sum_part, row_max_part = _attend(
+                acc_part, row_sum_part, row_max_part, b_q_part, k_base, v_base, i_part, key_begin // 16 * 16, key_end,
+                key_begin, key_end, query_length, key_length, stride_ks, stride_vs, scale, scale_log2, low, high, D, DV, extra,
+                16, 16, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES, True,
+            )  # fmt: skip
+            _finish(
+                acc_part, row_sum_part, row_max_part, out_base, lse_base, i_part, query_length, stride_os, DV, slack,
+                16, BLOCK_DV,
+            )  # fmt: skip
