@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tileflash.attention.backends.base import Backend
 from tileflash.attention.band import Causal
-from tileflash.attention.dispatch import Explanation, choose, explain_problem
+from tileflash.attention.dispatch import choose
+from tileflash.attention.explanation import Explanation, explain_problem
 from tileflash.attention.problem import Window, make_problem
 
 # Checked arguments by what they look like, so that a call seen before costs a dictionary look-up. Emptied when full.
@@ -88,7 +89,7 @@ def explain(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Explanation:
-    """What `attention` would run for these arguments, and why each other backend would not; `print` the result.
+    """What `attention` would run for these arguments, how, and why each other backend would not; `print` the result.
 
     Raises ValueError as `attention` does, except that a problem nobody serves is explained rather than raised.
     """

@@ -10,9 +10,14 @@ from tileflash.attention.problem import compute_dtype
 _STRIP_ELEMENTS = 2**24
 
 
+def strip_rows(batch: int, heads: int, key_length: int) -> int:
+    """Queries of a strip: of all heads and batches at once, so that their logits [B, Hq, rows, Sk] keep within the bound."""
+    return max(1, _STRIP_ELEMENTS // max(1, batch * heads * key_length))
+
+
 def _strips(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
     query_length = q.shape[1]
-    rows = max(1, _STRIP_ELEMENTS // max(1, q.shape[0] * q.shape[2] * k.shape[1]))
+    rows = strip_rows(q.shape[0], q.shape[2], k.shape[1])
     return [(begin, min(begin + rows, query_length)) for begin in range(0, query_length, rows)]
 
 

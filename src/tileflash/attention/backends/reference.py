@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from tileflash.attention.backends.base import Backend
+from tileflash.attention.backends.base import Backend, logits_line
 from tileflash.attention.band import Band
-from tileflash.attention.problem import FLOATS
+from tileflash.attention.problem import FLOATS, AttentionProblem, compute_dtype
 from tileflash.attention.reference import reference_attention
 
 
@@ -15,6 +15,9 @@ class ReferenceBackend(Backend):
     dtypes = frozenset(FLOATS)
     linear_memory = False
     second_derivative = True
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        return [logits_line(problem, compute_dtype(problem.dtype))]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool

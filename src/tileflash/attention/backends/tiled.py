@@ -4,8 +4,8 @@ from torch import Tensor
 
 from tileflash.attention.backends.base import Backend
 from tileflash.attention.ops import Kernels, attend_with_kernels, register_kernels
-from tileflash.attention.problem import FLOATS
-from tileflash.attention.tiled import tiled_backward, tiled_forward
+from tileflash.attention.problem import FLOATS, AttentionProblem, compute_dtype
+from tileflash.attention.tiled import strip_rows, tiled_backward, tiled_forward
 
 
 class TiledBackend(Backend):
@@ -13,6 +13,15 @@ class TiledBackend(Backend):
     summary = "plain PyTorch, a strip of queries at a time"
     devices = frozenset({"cpu", "cuda", "mps", "xpu"})
     dtypes = frozenset(FLOATS)
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        rows = min(strip_rows(problem.batch, problem.heads, problem.key_length), max(1, problem.query_length))
+        logits = problem.batch * problem.heads * rows * problem.key_length * compute_dtype(problem.dtype).itemsize
+        strips = -(-problem.query_length // rows)
+        passes = "forward, and as many again backward" if problem.needs_grad else "forward"
+        return [
+            f"{passes}: {strips:,} strips of {rows:,} queries x all keys, logits of {logits / 2**20:,.1f} MiB a strip"
+        ]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool

@@ -76,6 +76,20 @@ class _Sizes:
         bytes_per_head = self.key_length * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
         return max(1, _L2_SHARE_BYTES // bytes_per_head)
 
+    def query_programs(self, tile: Tile) -> int:
+        """Programs of a kernel that takes a tile of queries each."""
+        return -(-self.query_length // tile.block_m) * self.batch * self.heads
+
+    def key_programs(self, tile: Tile) -> int:
+        """Programs of a kernel that takes a tile of keys each, for all query heads of the K/V head."""
+        return -(-self.key_length // tile.block_n) * self.batch * self.kv_heads
+
+    def key_passes(self) -> tuple[tuple[Kernel, bool, bool], ...]:
+        """The launches that make d_k and d_v: (kernel, makes d_k, makes d_v)."""
+        if max(self.block_d, self.block_dv) >= SPLIT_KEY_PASS_FROM:
+            return ("dk", True, False), ("dv", False, True)
+        return (("dkdv", True, True),)
+
     def flags(self) -> tuple[Any, ...]:
         """The constants that end every attention kernel's parameters."""
         precision = "upcast" if INTERPRETED and self.dtype is not torch.float32 else "ieee"
@@ -147,8 +161,9 @@ def _prepare_forward(
         sizes.head_dim, sizes.head_dim_v, scale * _LOG2_E, low or 0, high or 0,
         tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(),
     )  # fmt: skip
-    grid_size = -(-sizes.query_length // tile.block_m) * sizes.batch * sizes.heads
-    return PreparedLaunch(attention_forward_kernel, grid_size, scalars, tile.num_warps, tile.num_stages)
+    return PreparedLaunch(
+        attention_forward_kernel, sizes.query_programs(tile), scalars, tile.num_warps, tile.num_stages
+    )
 
 
 def _prepare_backward(
@@ -164,25 +179,54 @@ def _prepare_backward(
         sizes.query_length, sizes.key_length, sizes.heads, sizes.batch * sizes.heads, sizes.kv_heads_in_l2() * sizes.kv_group, *numbers,
         tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(), has_d_lse,
     )  # fmt: skip
-    grid_size = -(-sizes.query_length // tile.block_m) * sizes.batch * sizes.heads
-    launches = [PreparedLaunch(attention_backward_dq_kernel, grid_size, scalars, tile.num_warps, tile.num_stages)]
-
-    wide = max(sizes.block_d, sizes.block_dv) >= SPLIT_KEY_PASS_FROM
-    passes: tuple[tuple[Kernel, bool, bool], ...] = (("dkdv", True, True),)
-    if wide:
-        passes = (("dk", True, False), ("dv", False, True))
-    for kernel, make_dk, make_dv in passes:
+    programs = sizes.query_programs(tile)
+    launches = [PreparedLaunch(attention_backward_dq_kernel, programs, scalars, tile.num_warps, tile.num_stages)]
+    for kernel, make_dk, make_dv in sizes.key_passes():
         tile = sizes.tile(kernel)
         scalars = (
             *_strides(q, k, v, d_out, d_k, d_v),
             sizes.query_length, sizes.key_length, sizes.kv_heads, sizes.batch * sizes.kv_heads, sizes.kv_heads_in_l2(), *numbers,
             tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(), make_dk, make_dv,
         )  # fmt: skip
-        grid_size = -(-sizes.key_length // tile.block_n) * sizes.batch * sizes.kv_heads
+        programs = sizes.key_programs(tile)
         launches.append(
-            PreparedLaunch(attention_backward_dkdv_kernel, grid_size, scalars, tile.num_warps, tile.num_stages)
+            PreparedLaunch(attention_backward_dkdv_kernel, programs, scalars, tile.num_warps, tile.num_stages)
         )
     return tuple(launches)
+
+
+def describe_launches(
+    batch: int, query_length: int, key_length: int, heads: int, kv_heads: int, head_dim: int, head_dim_v: int,
+    dtype: torch.dtype, device: torch.device, low: int | None, high: int | None, backward: bool,
+) -> list[str]:  # fmt: skip
+    """What is launched for a problem, a line a kernel: programs, tile, warps, stages; then the order of the programs."""
+    capability = (0, 0) if INTERPRETED else _tile_capability(device)
+    sizes = _Sizes(
+        batch, query_length, key_length, heads, kv_heads, head_dim, head_dim_v, dtype, capability, low, high
+    )  # fmt: skip
+    if 0 in (batch, query_length, key_length, heads):
+        return ["no kernel: the tensors are empty"]
+    tile = sizes.tile("forward")
+    lines = [f"forward: {_launch_line(sizes.query_programs(tile), tile)}"]
+    if backward:
+        tile = sizes.tile("dq")
+        lines.append(f"backward, d_q and delta: {_launch_line(sizes.query_programs(tile), tile)}")
+        for kernel, make_dk, make_dv in sizes.key_passes():
+            made = " and ".join(name for name, is_made in (("d_k", make_dk), ("d_v", make_dv)) if is_made)
+            tile = sizes.tile(kernel)
+            lines.append(f"backward, {made}: {_launch_line(sizes.key_programs(tile), tile)}")
+    together = min(sizes.kv_heads_in_l2(), batch * kv_heads)
+    order = f"K/V heads in groups of {together}"
+    if low is not None or high is not None:
+        order += f" (K and V of a group fill at most {_L2_SHARE_BYTES >> 20} MiB of the L2 cache)"
+    return [*lines, f"order: {order}; in a group the last query tiles and the first key tiles of all its heads first"]
+
+
+def _launch_line(programs: int, tile: Tile) -> str:
+    stages = f"{tile.num_stages} stage{'s' if tile.num_stages > 1 else ''}"
+    return (
+        f"{programs:,} programs of {tile.num_warps} warps, tile {tile.block_m} queries x {tile.block_n} keys, {stages}"
+    )
 
 
 def _tile_capability(device: torch.device) -> tuple[int, int]:
