@@ -8,6 +8,7 @@ import typer
 from tileflash.cli.bench import app as bench_app
 from tileflash.cli.compare import compare
 from tileflash.cli.data import app as data_app
+from tileflash.cli.doctor import doctor
 from tileflash.cli.explain import explain
 from tileflash.cli.report import report
 from tileflash.cli.train import train as train_command
@@ -28,6 +29,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command("report")(report)
 app.command("explain")(explain)
+app.command("doctor")(doctor)
 app.add_typer(weights_app, name="weights")
 
 
