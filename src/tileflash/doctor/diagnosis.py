@@ -158,9 +158,9 @@ def _self_test_facts(outcome: Outcome | None) -> dict[str, Any] | None:
 def _backend_problems(backend: dict[str, Any], machine: Machine, cache: KernelCache) -> list[Problem]:
     test, name = backend["self_test"], backend["name"]
     if not backend["loads"] and machine.triton.ok:  # otherwise Triton's own problem is told
-        fix = pip_install("--force-reinstall", "--no-deps", "tileflash")
+        fix = f"cd /path/to/tileflash && {pip_install('--force-reinstall', '--no-deps', '.')}"
         meaning = explain_loader_error(backend["load_error"], Surroundings("tileflash's kernels", fix))
-        return [Problem("backend.not-loaded", name, "error", meaning.what, meaning.fix, backend["load_error"])]
+        return [Problem("kernels.not-loaded", name, "error", meaning.what, meaning.fix, backend["load_error"])]
     if test is None or test["status"] == "ok":
         return []
     # What is cached may be of a compiler that died half-way, and costs seconds to make again.
@@ -188,12 +188,12 @@ def _instead_of(name: str) -> str:
     """What to do about a backend that is not ours."""
     if name.startswith("sdpa-"):
         return f'{pip_install("--upgrade", "torch")} (until then name another: attention(..., backend="tiled"))'
-    return pip_install("--force-reinstall", "--no-deps", "tileflash")
+    return pip_install("--force-reinstall", f"torch>={dotted(OLDEST_TORCH)}")  # it is nothing but PyTorch's operators
 
 
 def _survey_problem(outcome: Outcome, machine: Machine) -> Problem:
     """PyTorch loads, and tileflash on top of it does not."""
-    reinstall = pip_install("--force-reinstall", f"torch>={dotted(OLDEST_TORCH)}", "tileflash")
+    reinstall = pip_install("--force-reinstall", f"torch>={dotted(OLDEST_TORCH)}")
     meaning = explain_loader_error(outcome.error, Surroundings("tileflash", reinstall, machine.torch.facts["version"]))
     what = "tileflash's backends cannot be loaded" if meaning.kind == "unknown" else meaning.what
     return Problem("backends.not-loaded", "tileflash", "error", what, meaning.fix, outcome.error)
@@ -213,8 +213,8 @@ def _examine(
     step = f"import:{peer.module}"
     outcome = run_steps([step], timeout_s, on_start=on_start)[step]
     if facts["version"] is None:
-        if outcome.status == "failed" and "No module named" in outcome.error:
-            # FlashAttention 2 brings files of FlashAttention 4, without what they need: nobody installed that.
+        if not outcome.ok and peer.module == "flash_attn.cute":
+            # FlashAttention 2 may bring files of FlashAttention 4, without what they need: nobody installed that.
             return {**facts, "status": "absent"}, []
         facts["version"] = outcome.facts.get("version")
     facts |= {"status": outcome.status, "error": outcome.error}

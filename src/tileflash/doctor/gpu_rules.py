@@ -68,7 +68,7 @@ def gpu_problems(machine: Machine) -> list[Problem]:
         if driver.get("gpus") and hidden is not None and not re.match(r"\d|GPU-|MIG-", hidden.strip()):
             what = f"CUDA_VISIBLE_DEVICES is {hidden!r}, which hides every GPU from PyTorch"
             return [Problem("cuda.hidden", "GPU", "error", what, "unset CUDA_VISIBLE_DEVICES")]
-        if not driver.get("gpus") or any(problem.subject == "driver" for problem in driver_problems(machine)):
+        if not driver.get("gpus") or driver_problems(machine):
             return []  # no GPU, or the cause is told
         for pattern, name, what, fix in _CUDA_ERRORS:
             if re.search(pattern, torch["gpu_error"]):

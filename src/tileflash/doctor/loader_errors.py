@@ -71,8 +71,8 @@ def _undefined_symbol(found: re.Match[str], around: Surroundings) -> Meaning:
     if re.match(r"(cu[A-Z]|cuda|cublas|cudnn|cusparse|nvrtc|nvml|nccl|__cuda)", symbol):
         what = f"{around.package} needs a CUDA library of another version than the one that is loaded: {symbol} is not in it"
         return Meaning("cuda-mismatch", what, around.reinstall)
-    # Namespaces in mangled names: a length, then the name. PyTorch's are c10, at and torch.
-    if not re.search(r"(?<!\d)(3c10|2at(?=\d)|5torch)|torch|^THP", symbol):
+    # In mangled names N begins a path of names, each after its length. PyTorch's outermost are c10, at and torch.
+    if not re.search(r"N[KVR]?(3c10|2at(?=\d)|5torch)|^_?(aoti_)?torch_|^THP", symbol):
         what = f"a library that {around.package} is linked to is of another version than it was built with: {symbol} is missing"
         return Meaning("library-mismatch", what, around.reinstall)
     what = f"ABI mismatch: {around.package} was built against another PyTorch than {_torch_here(around)}, which has no {symbol}"
