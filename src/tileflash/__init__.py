@@ -12,14 +12,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tileflash.attention.api import attention, explain
+    from tileflash.attention.api import attention, attention_varlen, explain
 
-__all__ = ["__version__", "attention", "explain"]
+__all__ = ["__version__", "attention", "attention_varlen", "explain"]
 __version__ = "0.1.0"
 
 # Loaded when they are first asked for, so that `tileflash --help` need not load PyTorch and `tileflash doctor` runs where
 # PyTorch cannot be loaded.
-_PUBLIC = {"attention": "tileflash.attention.api", "explain": "tileflash.attention.api"}
+_PUBLIC = dict.fromkeys(("attention", "attention_varlen", "explain"), "tileflash.attention.api")
 
 
 def __getattr__(name: str) -> Any:

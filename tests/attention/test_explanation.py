@@ -13,11 +13,12 @@ from support.exactness import Case
 from tileflash.attention.backends import triton as triton_backend
 from tileflash.attention.explanation import backward_bytes, backward_flops, explain_problem, work_lines
 from tileflash.attention.problem import AttentionProblem
-from tileflash.attention.tiled import _strips
+from tileflash.attention.tiled import _bounds
 from tileflash.bench.roofline import attention_work
 from tileflash.gpu_peaks import find_gpu
 from tileflash.kernels.compat import PreparedLaunch
 from tileflash.kernels.triton import attention as launches
+from tileflash.kernels.triton.configurations import HOPPER_WITH_OPTIONS
 
 CASES = [
     Case(64, 64, 16),
@@ -75,9 +76,36 @@ def test_the_plan_on_hopper_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches.describe_launches(0, *sizes[1:], None, 0, True) == ["no kernel: the tensors are empty"]
 
 
+def test_the_plan_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "INTERPRETED", False)
+    monkeypatch.setattr(launches, "_tile_capability", lambda device: (9, 0))
+    sizes = (1, 4096, 4096, 32, 8, 128, 128, torch.bfloat16, torch.device("cuda", 0), None, 0, True)
+    plain, optioned = launches.describe_launches(*sizes), launches.describe_launches(*sizes, with_options=True)
+    tile = HOPPER_WITH_OPTIONS["forward", 128]
+    assert f"of {tile.num_warps} warps, tile {tile.block_m} queries x {tile.block_n} keys" in optioned[0]
+    assert optioned[0] != plain[0]
+    with_bias = launches.describe_launches(*sizes, with_options=True, bias_gradient=True)
+    assert len(with_bias) == len(optioned) + 1
+    assert with_bias[-2].startswith("backward, d_bias: programs by the shape of the bias, of 4 warps")
+    packed = launches.describe_launches(*sizes, with_options=True, packed=True)
+    assert packed[0].startswith("forward: programs by the sequences' lengths, of ")
+    assert packed[-1] == "order: head by head, the last tiles of queries and the first tiles of keys first"
+
+
+def test_options_reach_the_plan_and_work_that_is_not_known_is_not_told(device: str) -> None:
+    q = torch.zeros(1, 64, 2, 16, device=device, requires_grad=True)
+    bias = torch.zeros(1, 1, 64, 64, device=device, requires_grad=True)
+    explanation = tileflash.explain(q, q, q, bias=bias, backend="triton")
+    assert any(line.startswith("backward, d_bias: ") for line in explanation.plan)
+    assert "FLOPs, at least" in str(explanation)
+    masked = str(tileflash.explain(q, q, q, bias=bias.detach() > 0, backend="triton"))
+    assert "FLOPs, bytes and their limit are not known: they depend on the contents of mask" in masked
+    assert "FLOPs, at least" not in masked
+
+
 def test_the_plans_of_the_others(device: str) -> None:
     q, k = torch.zeros(2, 1000, 8, 16, device=device), torch.zeros(2, 1500, 4, 16, device=device)
-    strips = _strips(q, k)
+    strips = list(_bounds(q, k))
     assert len(strips) > 1
     [line] = tileflash.explain(q, k, k, backend="tiled").plan
     assert line.startswith(f"forward: {len(strips)} strips of {strips[0][1]} queries x all keys, logits of 64.0 MiB")

@@ -10,6 +10,9 @@ from tileflash.attention.dispatch import BACKENDS, FAMILIES, order_of
 from tileflash.attention.problem import AttentionProblem
 from tileflash.gpu_peaks import Gpu, find_gpu
 
+# Options of which the problem knows that they are there, and not which keys they make visible.
+_CHANGES_WORK = {"document ids", "mask", "packed sequences", "prefix lengths"}
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -70,6 +73,8 @@ def backward_bytes(problem: AttentionProblem) -> int:
 
 def work_lines(problem: AttentionProblem) -> list[str]:
     """FLOPs, bytes and the roofline time of each pass; where no roofline is known, why not."""
+    if unknown := sorted(problem.features & _CHANGES_WORK):
+        return [f"FLOPs, bytes and their limit are not known: they depend on the contents of {', '.join(unknown)}"]
     gpu, why_not = _gpu_of(problem)
     lines = [_work_line("forward", problem.flops, problem.bytes, gpu)]
     if problem.needs_grad:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tileflash.attention.problem import AttentionProblem
+from tileflash.kernels.options import PLAIN, Options
 
 
 class Backend:
@@ -36,10 +37,12 @@ class Backend:
     min_capability: ClassVar[tuple[int, int]] = (0, 0)
     linear_memory: ClassVar[bool] = True
     second_derivative: ClassVar[bool] = False
+    features: ClassVar[frozenset[str]] = frozenset()  # of tileflash.attention.problem.FEATURES
 
     def reasons(self, problem: AttentionProblem) -> list[str]:
         """Why this backend cannot serve the problem; empty when it can."""
         found = self._device_reasons(problem) + self._shape_reasons(problem)
+        found += [f"does not have {feature}" for feature in sorted(problem.features - self.features)]
         if self.positive_scale and problem.scale <= 0:
             found.append(f"scale must be positive, is {problem.scale:g}")
         if self.lse == "none" and problem.return_lse:
@@ -48,8 +51,13 @@ class Backend:
             found.append("the log-sum-exp it returns has no gradient")
         if not self.any_strides and not problem.last_dim_contiguous:
             found.append("q, k and v must be contiguous in their last dimension")
-        if not self.deterministic and torch.are_deterministic_algorithms_enabled() and problem.needs_grad:
-            found.append("its backward is not deterministic, and torch.use_deterministic_algorithms is on")
+        if not self.deterministic and problem.needs_grad:
+            if problem.deterministic:
+                found.append("its backward is not deterministic")
+            elif torch.are_deterministic_algorithms_enabled():
+                found.append("its backward is not deterministic, and torch.use_deterministic_algorithms is on")
+        if problem.second_derivative and not self.second_derivative:
+            found.append("has no second derivative")
         return found
 
     def plan(self, problem: AttentionProblem) -> list[str]:
@@ -89,9 +97,20 @@ class Backend:
         return found
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
     ) -> tuple[Tensor, Tensor | None]:
-        """out [B, Sq, Hq, Dv] and, where asked for, lse [B, Hq, Sq]; differentiable. Called only without reasons against it."""
+        """out [B, Sq, Hq, Dv] and, where asked for, lse [B, Hq, Sq]; differentiable. Called only without reasons against it.
+
+        Packed sequences come as one batch entry: q [1, total, Hq, D].
+        """
         raise NotImplementedError  # every backend has its own
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tileflash.attention.backends.base import Backend, logits_line
 from tileflash.attention.problem import AttentionProblem, compute_dtype
+from tileflash.kernels.options import PLAIN, Options
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -31,7 +32,15 @@ class _SdpaBackend(Backend):
         raise NotImplementedError  # every kernel has its own operator
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
     ) -> tuple[Tensor, Tensor | None]:
         out, lse = self.call(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, high is not None, return_lse

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tileflash.attention.backends.base import Backend
 from tileflash.attention.ops import Kernels, attend_with_kernels, register_kernels
-from tileflash.attention.problem import AttentionProblem
+from tileflash.attention.problem import FEATURES, AttentionProblem
+from tileflash.kernels.options import PLAIN, Options
 
 
 def _triton_kernels() -> Kernels:
@@ -43,8 +44,8 @@ class TritonBackend(Backend):
     summary = "tileflash's portable Triton kernels"
     devices = frozenset({"cuda"})
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
-    max_head_dim = 256
-    positive_scale = True
+    max_head_dim = 512
+    features = frozenset(FEATURES)
     min_capability = (8, 0)
 
     def __init__(self) -> None:
@@ -75,12 +76,22 @@ class TritonBackend(Backend):
         return attention.describe_launches(
             problem.batch, problem.query_length, problem.key_length, problem.heads, problem.kv_heads, problem.head_dim,
             problem.head_dim_v, problem.dtype, problem.device, problem.band.low, problem.band.high, problem.needs_grad,
+            bool(problem.features) or problem.scale <= 0, "packed sequences" in problem.features,
+            "bias gradient" in problem.features,
         )  # fmt: skip
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
     ) -> tuple[Tensor, Tensor | None]:
-        return attend_with_kernels(self.name, q, k, v, scale, low, high)
+        return attend_with_kernels(self.name, q, k, v, scale, low, high, options)
 
 
 register_kernels(TritonBackend.name, _triton_kernels)
