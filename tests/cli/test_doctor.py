@@ -153,6 +153,18 @@ def test_a_broken_triton_and_broken_other_libraries(tmp_path: Path) -> None:
     assert mismatch["fix"].endswith("--no-build-isolation --no-cache-dir flash-attn")
 
 
+def test_other_commands_point_here_where_a_package_cannot_be_loaded(tmp_path: Path) -> None:
+    package(tmp_path, "torch", "raise ImportError('libtorch.so: undefined symbol: x')")
+    run = subprocess.run(
+        [sys.executable, "-m", "tileflash", "explain"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), SOURCE])},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert run.stderr.startswith("tileflash doctor says why a package cannot be loaded, and what mends it\n")
+    assert "ImportError: libtorch.so: undefined symbol: x" in run.stderr
+
+
 def test_help_has_examples_and_exit_statuses() -> None:
     text = CliRunner().invoke(app, ["doctor", "--help"], env={"COLUMNS": "160"}).output
     assert "tileflash doctor --json > doctor.json" in text

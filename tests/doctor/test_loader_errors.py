@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +104,20 @@ def test_what_it_was_built_for_is_told_and_before_that_guessed_from_the_symbol()
     assert (
         "ABI, this torch" not in explain_loader_error(said, _around()).what
     )  # new and new: it is not the ABI of strings
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None or sys.platform != "linux", reason="needs gcc, and an ELF loader")
+def test_the_real_loaders_words(tmp_path: Path) -> None:
+    """Of a library that is built here against a PyTorch that there is not."""
+    (tmp_path / "x.c").write_text(
+        "void _ZN3c105ErrorC2ENS_14SourceLocationESs(void);\n"
+        "void *PyInit_built_for_another(void) { _ZN3c105ErrorC2ENS_14SourceLocationESs(); return 0; }\n"
+    )
+    library = tmp_path / "built_for_another.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "x.c")], check=True, timeout=60)
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import built_for_another"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert explain_loader_error(run.stderr, _around()).kind == "abi-mismatch", run.stderr
 
 
 @pytest.mark.parametrize(

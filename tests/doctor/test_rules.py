@@ -21,6 +21,7 @@ from tileflash.doctor.machine import (
     required_triton,
 )
 from tileflash.doctor.problem import dotted, version_tuple
+from tileflash.doctor.rules import _python_include as python_include
 from tileflash.doctor.rules import machine_problems
 from tileflash.doctor.steps import Outcome
 
@@ -60,7 +61,7 @@ NO_GPU = replace(GOOD, driver=NO_DRIVER, torch=ok(**CPU), triton=ok(version="3.7
 @pytest.fixture(autouse=True)
 def _compiler_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr("tileflash.doctor.rules._python_include", lambda: str(tmp_path))
     monkeypatch.setattr("shutil.which", lambda name, path=None: f"/usr/bin/{name}" if name == "gcc" and path else None)
 
 
@@ -165,12 +166,20 @@ def test_each_rule(machine: Machine, name: str, severity: str, words: str, fix: 
     assert fix in found[0].fix
 
 
-def test_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/no/such/directory"})
+def test_no_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tileflash.doctor.rules._python_include", lambda: "/no/such/directory")
     [problem] = machine_problems(GOOD)
-    assert (problem.id, problem.fix) == (
-        "compiler.no-headers", f"sudo apt-get install -y python{sys.version_info[0]}.{sys.version_info[1]}-dev",
-    )  # fmt: skip
+    major, minor = sys.version_info[:2]
+    assert (problem.id, problem.fix) == ("compiler.no-headers", f"sudo apt-get install -y python{major}.{minor}-dev")
+    elsewhere = {"PATH": "/bin", "CPATH": f"/no/such:{tmp_path}"}  # where the compiler is told to look
+    assert machine_problems(replace(GOOD, environment=elsewhere)) == []
+
+
+@pytest.mark.parametrize("scheme", ["posix_local", "posix_prefix", "venv"])
+def test_the_headers_are_looked_for_where_triton_looks(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: scheme)
+    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: f"{name} of {scheme}")
+    assert python_include() == "include of " + {"posix_local": "posix_prefix"}.get(scheme, scheme)
 
 
 @pytest.mark.parametrize(

@@ -54,5 +54,8 @@ def main() -> None:
     """Entry point of the `tileflash` console script."""
     try:
         app()
+    except ImportError:
+        print("tileflash doctor says why a package cannot be loaded, and what mends it", file=sys.stderr)
+        raise
     except KeyboardInterrupt:  # before a command has taken the signal into its own hands
         sys.exit(130)

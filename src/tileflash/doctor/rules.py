@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import sys
@@ -133,15 +134,23 @@ def _compiler(machine: Machine) -> list[Problem]:
     if chosen is None and not any(shutil.which(name, path=path) for name in ("gcc", "clang")):
         what = "there is no C compiler (gcc, clang), and Triton builds its launcher with one at the first launch"
         return [Problem("compiler.missing", "C compiler", "error", what, "sudo apt-get install -y gcc")]
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+    places = [_python_include(), *_paths(machine, "CPATH"), *_paths(machine, "C_INCLUDE_PATH")]
+    if not any((Path(place) / "Python.h").is_file() for place in places):
+        what = f"Python.h is not in {places[0]}, and Triton's launcher is built with it"
         major, minor = sys.version_info[:2]
-        what = f"Python.h is not in {sysconfig.get_paths()['include']}, and Triton's launcher is built with it"
-        return [
-            Problem(
-                "compiler.no-headers", "C compiler", "error", what, f"sudo apt-get install -y python{major}.{minor}-dev"
-            )
-        ]
+        fix = f"sudo apt-get install -y python{major}.{minor}-dev"
+        return [Problem("compiler.no-headers", "C compiler", "error", what, fix)]
     return []
+
+
+def _python_include() -> str:
+    """Where Triton looks for Python.h: Debian's scheme of its own (posix_local) is passed over."""
+    scheme = sysconfig.get_default_scheme()
+    return sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+
+
+def _paths(machine: Machine, variable: str) -> list[str]:
+    return [place for place in machine.environment.get(variable, "").split(os.pathsep) if place]
 
 
 def _interpreter(machine: Machine) -> list[Problem]:
