@@ -10,7 +10,8 @@ from torch import Tensor
 from tileflash.attention.arguments import DocumentIds, DropoutSeed, check_cu_seqlens, make_options
 from tileflash.attention.backends.base import Backend
 from tileflash.attention.band import Causal
-from tileflash.attention.dispatch import Explanation, choose, explain_problem
+from tileflash.attention.dispatch import choose
+from tileflash.attention.explanation import Explanation, explain_problem
 from tileflash.attention.problem import Window, check_tensors, features_of, make_problem
 from tileflash.kernels.options import PLAIN, Options
 
@@ -213,7 +214,7 @@ def explain(
     backend: str = "auto",
     **options: Any,
 ) -> Explanation:
-    """What `attention` would run for these arguments, and why each other backend would not; `print` the result.
+    """What `attention` would run for these arguments, how, and why each other backend would not; `print` the result.
 
     Takes every argument of `attention`. Raises ValueError as it does, except that a problem nobody serves is explained.
     """

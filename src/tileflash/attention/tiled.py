@@ -111,10 +111,15 @@ def tiled_backward(
     return d_q, d_k.transpose(1, 2).to(k.dtype).contiguous(), d_v.transpose(1, 2).to(v.dtype).contiguous(), gradients
 
 
+def strip_rows(batch: int, heads: int, key_length: int) -> int:
+    """Queries of a strip: of all heads and batches at once, so that their logits [B, Hq, rows, Sk] keep within the bound."""
+    return max(1, _STRIP_ELEMENTS // max(1, batch * heads * key_length))
+
+
 def _bounds(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:
     """Begin and end of each strip of queries."""
     query_length = q.shape[1] if q.shape[0] and q.shape[2] else 0
-    rows = max(1, _STRIP_ELEMENTS // max(1, q.shape[0] * q.shape[2] * k.shape[1]))
+    rows = strip_rows(q.shape[0], q.shape[2], k.shape[1])
     return ((begin, min(begin + rows, query_length)) for begin in range(0, query_length, rows))
 
 

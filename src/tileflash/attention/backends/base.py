@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 import torch
@@ -58,6 +59,10 @@ class Backend:
         if problem.second_derivative and not self.second_derivative:
             found.append("has no second derivative")
         return found
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        """How the problem would be computed, for people to read: a line a kernel or step. For problems without reasons against."""
+        return ["how it launches is not described"]
 
     def _device_reasons(self, problem: AttentionProblem) -> list[str]:
         found = []
@@ -116,6 +121,14 @@ def device_capability(device: torch.device) -> tuple[int, int]:
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which doubles the time to import tileflash.
 device_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def logits_line(problem: AttentionProblem, dtype: torch.dtype) -> str:
+    """A plan's line of a backend that holds the logits whole."""
+    shape = (problem.batch, problem.heads, problem.query_length, problem.key_length)
+    mib = math.prod(shape) * dtype.itemsize / 2**20
+    name = str(dtype).removeprefix("torch.")
+    return f"unfused: the logits {list(shape)} are held whole, {mib:,.1f} MiB in {name}"
 
 
 def _listed(names: object) -> str:

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from tileflash.attention.backends.base import Backend
+from tileflash.attention.backends.base import Backend, logits_line
 from tileflash.attention.band import Band
 from tileflash.attention.packed import packed_forward
-from tileflash.attention.problem import FEATURES, FLOATS
+from tileflash.attention.problem import FEATURES, FLOATS, AttentionProblem, compute_dtype
 from tileflash.attention.reference import reference_attention
 from tileflash.kernels.options import PLAIN, Options
 
@@ -18,6 +18,9 @@ class ReferenceBackend(Backend):
     linear_memory = False
     second_derivative = True
     features = frozenset(FEATURES)
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        return [logits_line(problem, compute_dtype(problem.dtype))]
 
     def attend(
         self,

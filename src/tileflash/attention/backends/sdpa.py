@@ -7,8 +7,8 @@
 import torch
 from torch import Tensor
 
-from tileflash.attention.backends.base import Backend
-from tileflash.attention.problem import AttentionProblem
+from tileflash.attention.backends.base import Backend, logits_line
+from tileflash.attention.problem import AttentionProblem, compute_dtype
 from tileflash.kernels.options import PLAIN, Options
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -22,6 +22,9 @@ class _SdpaBackend(Backend):
     bands = "square causal"
     empty_tensors = False
     any_strides = False
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        return ["one operator of PyTorch, whose tiles and order are its own choice and not known here"]
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, return_lse: bool
@@ -134,6 +137,9 @@ class SdpaMathBackend(_SdpaBackend):
     lse = "none"
     linear_memory = False
     second_derivative = True
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        return [logits_line(problem, compute_dtype(problem.dtype))]
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, return_lse: bool

@@ -5,8 +5,8 @@ from torch import Tensor
 from tileflash.attention.backends.base import Backend
 from tileflash.attention.ops import Kernels, attend_with_kernels, register_kernels
 from tileflash.attention.packed import packed_backward, packed_forward
-from tileflash.attention.problem import FEATURES, FLOATS
-from tileflash.attention.tiled import tiled_backward, tiled_forward
+from tileflash.attention.problem import FEATURES, FLOATS, AttentionProblem, compute_dtype
+from tileflash.attention.tiled import strip_rows, tiled_backward, tiled_forward
 from tileflash.kernels.options import PLAIN, OptionGradients, Options
 
 
@@ -16,6 +16,17 @@ class TiledBackend(Backend):
     devices = frozenset({"cpu", "cuda", "mps", "xpu"})
     dtypes = frozenset(FLOATS)
     features = frozenset(FEATURES)
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        rows = min(strip_rows(problem.batch, problem.heads, problem.key_length), max(1, problem.query_length))
+        logits = problem.batch * problem.heads * rows * problem.key_length * compute_dtype(problem.dtype).itemsize
+        if "packed sequences" in problem.features:
+            return ["strips of queries x all keys, a sequence at a time"]
+        strips = -(-problem.query_length // rows)
+        passes = "forward, and as many again backward" if problem.needs_grad else "forward"
+        return [
+            f"{passes}: {strips:,} strips of {rows:,} queries x all keys, logits of {logits / 2**20:,.1f} MiB a strip"
+        ]
 
     def attend(
         self,

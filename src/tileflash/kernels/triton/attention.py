@@ -112,6 +112,12 @@ class _Sizes:
             return (self.key_length // block_n + self.sequences + 1) * self.kv_heads
         return -(-self.key_length // block_n) * self.batch * self.kv_heads
 
+    def key_passes(self) -> tuple[tuple[Kernel, bool, bool], ...]:
+        """The launches that make d_k and d_v: (kernel, makes d_k, makes d_v)."""
+        if max(self.block_d, self.block_dv) >= SPLIT_KEY_PASS_FROM:
+            return ("dk", True, False), ("dv", False, True)
+        return (("dkdv", True, True),)
+
 
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, options: Options = PLAIN
@@ -243,12 +249,7 @@ def _prepare_backward(
     )  # fmt: skip
     programs = sizes.query_programs(tile.block_m)
     launches = [PreparedLaunch(attention_backward_dq_kernel, programs, scalars, tile.num_warps, tile.num_stages)]
-
-    wide = max(sizes.block_d, sizes.block_dv) >= SPLIT_KEY_PASS_FROM
-    passes: tuple[tuple[Kernel, bool, bool], ...] = (("dkdv", True, True),)
-    if wide:
-        passes = (("dk", True, False), ("dv", False, True))
-    for kernel, make_dk, make_dv in passes:
+    for kernel, make_dk, make_dv in sizes.key_passes():
         tile = sizes.tile(kernel)
         scalars = (
             *_strides(options, q, k, v, d_out, d_k, d_v),
@@ -292,6 +293,53 @@ def _bias_gradient(
     )
     launch((q, k, v, d_out, lse, delta, partial), q.get_device(), tuples)
     return partial.sum(0).to(bias.dtype)
+
+
+def describe_launches(
+    batch: int, query_length: int, key_length: int, heads: int, kv_heads: int, head_dim: int, head_dim_v: int,
+    dtype: torch.dtype, device: torch.device, low: int | None, high: int | None, backward: bool,
+    with_options: bool = False, packed: bool = False, bias_gradient: bool = False,
+) -> list[str]:  # fmt: skip
+    """What is launched for a problem, a line a kernel: programs, tile, warps, stages; then the order of the programs."""
+    capability = (0, 0) if INTERPRETED else _tile_capability(device)
+    sizes = _Sizes(
+        batch, query_length, key_length, heads, kv_heads, head_dim, head_dim_v, dtype, capability, low, high,
+        int(with_options), 0, False,
+    )  # fmt: skip
+    if 0 in (batch, query_length, key_length, heads):
+        return ["no kernel: the tensors are empty"]
+
+    def line(kernel: Kernel, programs: int | None, by: str) -> str:
+        tile = sizes.tile(kernel)
+        count = f"{programs:,} programs" if programs is not None else f"programs by {by},"
+        stages = f"{tile.num_stages} stage{'s' if tile.num_stages > 1 else ''}"
+        return f"{count} of {tile.num_warps} warps, tile {tile.block_m} queries x {tile.block_n} keys, {stages}"
+
+    def query_line(kernel: Kernel) -> str:
+        return line(
+            kernel, None if packed else sizes.query_programs(sizes.tile(kernel).block_m), "the sequences' lengths"
+        )
+
+    def key_line(kernel: Kernel) -> str:
+        return line(
+            kernel, None if packed else sizes.key_programs(sizes.tile(kernel).block_n), "the sequences' lengths"
+        )
+
+    lines = [f"forward: {query_line('forward')}"]
+    if backward:
+        lines.append(f"backward, d_q and delta: {query_line('dq')}")
+        for kernel, make_dk, make_dv in sizes.key_passes():
+            made = " and ".join(name for name, is_made in (("d_k", make_dk), ("d_v", make_dv)) if is_made)
+            lines.append(f"backward, {made}: {key_line(kernel)}")
+        if bias_gradient:
+            lines.append(f"backward, d_bias: {line('bias', None, 'the shape of the bias')}")
+    if packed:
+        return [*lines, "order: head by head, the last tiles of queries and the first tiles of keys first"]
+    together = min(sizes.kv_heads_in_l2(), batch * kv_heads)
+    order = f"K/V heads in groups of {together}"
+    if low is not None or high is not None:
+        order += f" (K and V of a group fill at most {_L2_SHARE_BYTES >> 20} MiB of the L2 cache)"
+    return [*lines, f"order: {order}; in a group the last query tiles and the first key tiles of all its heads first"]
 
 
 def _tile_capability(device: torch.device) -> tuple[int, int]:
