@@ -72,7 +72,7 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tenso
 
 
 def assert_within_promise(
-    name: str, actual: Tensor, truth: Tensor, plain: Tensor, summed: float = 0, factor: float = 2
+    name: str, actual: Tensor, truth: Tensor, plain: Tensor, summed: float = 0, factor: float = 2, noise: float = 0
 ) -> None:
     """max|actual - truth| <= factor * max|plain - truth| + one rounding of the largest value; NaN never passes.
 
