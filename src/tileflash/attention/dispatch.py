@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tileflash.attention.backends.base import Backend
+from tileflash.attention.backends.hopper import HopperBackend
 from tileflash.attention.backends.reference import ReferenceBackend
 from tileflash.attention.backends.sdpa import (
     SdpaCpuBackend,
@@ -20,6 +21,7 @@ from tileflash.attention.problem import AttentionProblem
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
+        HopperBackend(),
         TritonBackend(),
         SdpaCudnnBackend(),
         SdpaFlashBackend(),

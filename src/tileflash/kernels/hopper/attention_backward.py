@@ -1,0 +1,443 @@
+"""FlashAttention's backward pass for Hopper in Gluon, with the structure of FlashAttention 3: dK, dV and a share of dQ in one pass.
+
+With P = exp(scale * Q K^T - lse):   dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale * dS K,   dK = scale * dS^T Q.
+
+A program owns 128 keys of one K/V head: two consumer warpgroups of 64 keys each and a producer warp, which fetches Q, dO and their
+statistics (lse, delta) of one tile of queries after the other, for all query heads that share the K/V head. S and dP are made
+transposed, [keys, queries], so that P and dS are in the registers where wgmma wants the left factors of dV and dK. dS goes to shared
+memory once; from there each warpgroup makes one half of the tile's dQ over all 128 keys and adds it to an fp32 accumulator in global
+memory. Those additions have no fixed order: dQ differs in its last bits from run to run. A kernel before this one makes delta and zeroes
+the accumulator, one after it turns the accumulator into dQ (attention_backward_ends.py).
+"""
+
+from tileflash.kernels.compat_gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma,
+    tma_reduce_add,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, visible_tiles
+
+KEYS = gl.constexpr(128)  # of a program
+MEETING_POINT = gl.constexpr(10)  # the hardware barrier at which both warpgroups' dS is in shared memory
+
+
+@gluon.jit
+def _query_tiles(
+    tile,
+    key_blocks,
+    query_length,
+    key_length,
+    low,
+    high,
+    BLOCK_M: gl.constexpr,
+    HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr,
+):
+    """First key of a tile, its batch * kv_heads + kv_head, and the query tiles [begin, end) that see it."""
+    first = tile % key_blocks * KEYS
+    last = gl.minimum(first + KEYS, key_length) - 1
+    begin, end = visible_tiles(first, last, query_length, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW)
+    return first, tile // key_blocks, begin, end
+
+
+@gluon.jit
+def _produce_tile(
+    tile, item, count, descriptors, buffers, barriers, sizes,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+):  # fmt: skip
+    """K and V of one tile of keys, and every Q, dO and statistics that see it. Returns the count of query tiles so far."""
+    q_desc, k_desc, v_desc, d_out_desc, stats_desc, _, _, _ = descriptors
+    q_shared, k_shared, v_shared, d_out_shared, stats_shared, _, _ = buffers
+    k_full, v_full, kv_empty, q_full, d_out_full, stage_empty, _, _ = barriers
+    _, _, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, low, high = sizes
+    first, batch_kv_head, begin, end = _query_tiles(
+        tile, key_blocks, query_length, key_length, low, high, BLOCK_M, HAS_LOW, HAS_HIGH
+    )
+    batch = batch_kv_head // kv_heads
+    kv_head = batch_kv_head % kv_heads
+    mbarrier.wait(kv_empty.index(0), (item & 1) ^ 1)
+    mbarrier.expect(k_full.index(0), KEYS * BLOCK_D * 2)
+    for half in gl.static_range(2):
+        tma.async_copy_global_to_shared(
+            k_desc, [batch, kv_head, first + half * 64, 0], k_full.index(0), k_shared.index(half)
+        )
+    for member in range(kv_group):
+        head = kv_head * kv_group + member
+        stats_row = (batch * kv_heads * kv_group + head) * query_tiles
+        for i_tile in range(begin, end):
+            stage = count % STAGES
+            mbarrier.wait(stage_empty.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2 + 2 * BLOCK_M * 4)
+            q_at = [batch, head, i_tile * BLOCK_M, 0]
+            tma.async_copy_global_to_shared(q_desc, q_at, q_full.index(stage), q_shared.index(stage))
+            stats_at = [stats_row + i_tile, 0]
+            tma.async_copy_global_to_shared(stats_desc, stats_at, q_full.index(stage), stats_shared.index(stage))
+            if (member == 0) & (i_tile == begin):  # V is wanted after the first Q
+                mbarrier.expect(v_full.index(0), KEYS * BLOCK_D * 2)
+                for half in gl.static_range(2):
+                    tma.async_copy_global_to_shared(
+                        v_desc, [batch, kv_head, first + half * 64, 0], v_full.index(0), v_shared.index(half)
+                    )
+            mbarrier.expect(d_out_full.index(stage), BLOCK_M * BLOCK_D * 2)
+            tma.async_copy_global_to_shared(d_out_desc, q_at, d_out_full.index(stage), d_out_shared.index(stage))
+            count += 1
+    return count
+
+
+@gluon.jit
+def _produce(
+    descriptors, buffers, barriers, table_ptr, sizes,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr,
+):  # fmt: skip
+    """The producer warp."""
+    items, tiles = sizes[0], sizes[1]
+    if PERSISTENT:
+        count = 0
+        for item in range(items):
+            tile = scheduled_tile(table_ptr, item, items, tiles, True)
+            if tile >= 0:
+                count = _produce_tile(
+                    tile, item, count, descriptors, buffers, barriers, sizes,
+                    BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
+                )  # fmt: skip
+    else:
+        _produce_tile(
+            gl.program_id(0),
+            0,
+            gl.to_tensor(0),
+            descriptors,
+            buffers,
+            barriers,
+            sizes,
+            BLOCK_M,
+            BLOCK_D,
+            STAGES,
+            HAS_LOW,
+            HAS_HIGH,
+        )
+
+
+@gluon.jit
+def _load_statistics(stats_shared, stage, WHICH: gl.constexpr, BLOCK_M: gl.constexpr, COLUMNS: gl.constexpr):
+    """lse * log2(e) (WHICH = 0) or delta (1) of a tile's queries, which are the columns of the transposed logits: [BLOCK_M]."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return reinterpret(stats_shared.index(stage), gl.float32, [2, BLOCK_M], FLAT).index(WHICH).load(COLUMNS)
+
+
+@gluon.jit
+def _times_transposed(rows, ring, stage, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, LOGITS: gl.constexpr):
+    """Starts rows [64, BLOCK_D] times the transposed tile at `stage` of Q or dO: [64, BLOCK_M]."""
+    tile = ring.index(stage).reshape([BLOCK_M, BLOCK_D])
+    nothing = gl.zeros([64, BLOCK_M], gl.float32, LOGITS)
+    return warpgroup_mma(rows, tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _step(
+    i_tile, head_row, more, cut_by_end, count, logits, d_weights, d_k, d_v, first, k, v, buffers, barriers, acc_desc, acc_ptr,
+    scale_log2, sizes,
+    WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
+):  # fmt: skip
+    """One tile of queries. Handed from step to step: with PREFETCH 1 the finished `logits` of this tile, with 2 also `d_weights`, still
+    being made. More would be faster on paper, but what is in flight when dQ needs its registers makes ptxas serialise all wgmma."""
+    q_shared, k_shared, _, d_out_shared, stats_shared, d_logits_shared, d_q_shared = buffers
+    _, _, _, q_full, d_out_full, stage_empty, d_logits_full, d_logits_empty = barriers
+    key_length, low, high = sizes[5], sizes[8], sizes[9]
+    DTYPE: gl.constexpr = k.dtype
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    D_QUERY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    FACTOR: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRADIENT, k_width=2)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, LOGITS)
+    stage = count % STAGES
+    phase = count // STAGES & 1
+    pair = count % 2  # which of the two dS buffers
+    next_stage = (count + 1) % STAGES
+    next_phase = (count + 1) // STAGES & 1
+    q = q_shared.index(stage).reshape([BLOCK_M, BLOCK_D])
+    d_out = d_out_shared.index(stage).reshape([BLOCK_M, BLOCK_D])
+
+    if PREFETCH == 0:
+        mbarrier.wait(q_full.index(stage), phase)
+        logits = _times_transposed(k, q_shared, stage, BLOCK_M, BLOCK_D, LOGITS)  # [64, BLOCK_M]
+        mbarrier.wait(d_out_full.index(stage), phase)
+    if PREFETCH < 2:
+        d_weights = _times_transposed(v, d_out_shared, stage, BLOCK_M, BLOCK_D, LOGITS)  # [64, BLOCK_M]
+    lse = _load_statistics(stats_shared, stage, 0, BLOCK_M, QUERIES)
+    if PREFETCH == 0:
+        logits = warpgroup_mma_wait(1, deps=(logits,))
+    if HAS_HIGH:
+        own_first = first + WARPGROUP * 64
+        query = i_tile * BLOCK_M
+        cut = cut_by_end | (own_first + 63 - query > high)
+        if HAS_LOW:
+            cut = cut | (own_first - (query + BLOCK_M - 1) < low)
+        if cut:
+            i_queries = query + gl.arange(0, BLOCK_M, layout=QUERIES)
+            i_keys = own_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
+            # The queries that see a key are i_key - high .. i_key - low; a key beyond the end nobody sees.
+            first_query = gl.where(i_keys < key_length, i_keys - high, 2147483647)
+            logits = mask_logits(logits, i_queries, first_query, i_keys - low, True, HAS_LOW)
+    fp32_weights = gl.exp2(logits * scale_log2 - lse[None, :])  # P: [64, BLOCK_M]
+    # A wait for an mbarrier ends the basic block, which keeps the exponentials above the wait for wgmma (see the forward kernel).
+    if DQ_BY_TMA:
+        mbarrier.wait(d_logits_empty.index(pair), (count // 2 & 1) ^ 1)
+    else:
+        mbarrier.wait(d_out_full.index(stage), phase)  # long since complete
+    delta = _load_statistics(stats_shared, stage, 1, BLOCK_M, QUERIES)
+    d_weights, fp32_weights = warpgroup_mma_wait(0, deps=(d_weights, fp32_weights))
+    weights = gl.convert_layout(fp32_weights.to(DTYPE), FACTOR)
+    d_logits = (fp32_weights * (d_weights - delta[None, :])).to(DTYPE)  # dS: [64, BLOCK_M]
+    d_logits_shared.index(pair * 2 + WARPGROUP).store(d_logits)
+    d_v = warpgroup_mma(weights, d_out, d_v, is_async=True)  # [64, BLOCK_D]
+    fence_async_shared()
+    if DQ_BY_TMA:
+        mbarrier.arrive(d_logits_full.index(pair), count=1)
+        mbarrier.wait(d_logits_full.index(pair), count // 2 & 1)
+    else:
+        named_barrier_sync(MEETING_POINT, 256)
+
+    # This warpgroup's half of dQ over all 128 keys: 64 columns where the tile has 64 queries, else 64 queries. [64, 64]
+    nothing = gl.zeros([64, 64], gl.float32, D_QUERY)
+    k_0 = k_shared.index(0).reshape([64, BLOCK_D])
+    k_1 = k_shared.index(1).reshape([64, BLOCK_D])
+    if BLOCK_M == 64:
+        left_0 = d_logits_shared.index(pair * 2)
+        left_1 = d_logits_shared.index(pair * 2 + 1)
+        k_0 = k_0.slice(WARPGROUP * 64, 64, dim=1)
+        k_1 = k_1.slice(WARPGROUP * 64, 64, dim=1)
+    else:
+        left_0 = d_logits_shared.index(pair * 2).slice(WARPGROUP * 64, 64, dim=1)
+        left_1 = d_logits_shared.index(pair * 2 + 1).slice(WARPGROUP * 64, 64, dim=1)
+    d_q = warpgroup_mma(left_0.permute((1, 0)), k_0, nothing, use_acc=False, is_async=True)
+    d_q = warpgroup_mma(left_1.permute((1, 0)), k_1, d_q, is_async=True)
+    d_k = warpgroup_mma(gl.convert_layout(d_logits, FACTOR), q, d_k, is_async=True)  # [64, BLOCK_D]
+    d_v, d_q = warpgroup_mma_wait(1, deps=(d_v, d_q))
+    if DQ_BY_TMA:
+        mbarrier.arrive(d_logits_empty.index(pair), count=1)
+    # The accumulator is in the order in which threads hold it, so that nothing is shuffled and all accesses are 16 bytes wide.
+    piece = (head_row + i_tile) * 2 + WARPGROUP
+    d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    if DQ_BY_TMA:
+        tma.store_wait(0)
+        gl.thread_barrier()
+        d_q_shared.index(WARPGROUP).store(d_q.reshape([16, 256]))
+        fence_async_shared()
+        tma_reduce_add(acc_desc, [piece * 16, 0], d_q_shared.index(WARPGROUP))
+    else:
+        d_q = d_q.reshape([64 * 64])
+        places = gl.arange(0, 64 * 64, layout=d_q.type.layout)
+        gl.atomic_add(acc_ptr + piece.to(gl.int64) * (64 * 64) + places, d_q, sem="relaxed", scope="gpu")
+
+    # The next tile is started only now that dQ has left its registers.
+    if PREFETCH == 0:
+        d_k = warpgroup_mma_wait(0, deps=(d_k,))
+        mbarrier.arrive(stage_empty.index(stage), count=1)
+    else:
+        mbarrier.wait(q_full.index(next_stage), next_phase, pred=more)
+        logits = _times_transposed(k, q_shared, next_stage, BLOCK_M, BLOCK_D, LOGITS)
+        if PREFETCH == 2:
+            mbarrier.wait(d_out_full.index(next_stage), next_phase, pred=more)
+            d_weights = _times_transposed(v, d_out_shared, next_stage, BLOCK_M, BLOCK_D, LOGITS)
+            d_k = warpgroup_mma_wait(2, deps=(d_k,))
+            mbarrier.arrive(stage_empty.index(stage), count=1)
+            logits = warpgroup_mma_wait(1, deps=(logits,))
+        else:
+            d_k = warpgroup_mma_wait(1, deps=(d_k,))
+            mbarrier.arrive(stage_empty.index(stage), count=1)
+            mbarrier.wait(d_out_full.index(next_stage), next_phase, pred=more)
+            logits = warpgroup_mma_wait(0, deps=(logits,))
+    return logits, d_weights, d_k, d_v
+
+
+@gluon.jit
+def _consume_tile(
+    tile, item, count, descriptors, buffers, barriers, acc_ptr, scale, scale_log2, sizes,
+    WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
+):  # fmt: skip
+    """64 of a tile's 128 keys: their dK and dV, and half of the dQ of every tile of queries that sees the 128."""
+    _, _, _, _, _, acc_desc, d_k_desc, d_v_desc = descriptors
+    q_shared, k_shared, v_shared, d_out_shared, _, d_logits_shared, d_q_shared = buffers
+    k_full, v_full, kv_empty, q_full, d_out_full, _, _, _ = barriers
+    _, _, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, low, high = sizes
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    DTYPE: gl.constexpr = d_k_desc.dtype
+    first, batch_kv_head, begin, end = _query_tiles(
+        tile, key_blocks, query_length, key_length, low, high, BLOCK_M, HAS_LOW, HAS_HIGH
+    )
+    cut_by_end = first + KEYS > key_length
+    k = k_shared.index(WARPGROUP).reshape([64, BLOCK_D])
+    v = v_shared.index(WARPGROUP).reshape([64, BLOCK_D])
+    d_k = gl.zeros([64, BLOCK_D], gl.float32, GRADIENT)
+    d_v = gl.zeros([64, BLOCK_D], gl.float32, GRADIENT)
+    logits = gl.zeros([64, BLOCK_M], gl.float32, LOGITS)
+    d_weights = logits
+    mbarrier.wait(k_full.index(0), item & 1)
+    if PREFETCH > 0:
+        stage = count % STAGES
+        phase = count // STAGES & 1
+        mbarrier.wait(q_full.index(stage), phase)
+        logits = _times_transposed(k, q_shared, stage, BLOCK_M, BLOCK_D, LOGITS)
+        mbarrier.wait(v_full.index(0), item & 1)
+        mbarrier.wait(d_out_full.index(stage), phase)
+        if PREFETCH == 2:
+            d_weights = _times_transposed(v, d_out_shared, stage, BLOCK_M, BLOCK_D, LOGITS)
+            logits = warpgroup_mma_wait(1, deps=(logits,))
+        else:
+            logits = warpgroup_mma_wait(0, deps=(logits,))
+    else:
+        mbarrier.wait(v_full.index(0), item & 1)
+    if not DQ_BY_TMA:
+        tma.store_wait(0)  # dK and dV of the tile before leave from the memory of dS
+        gl.thread_barrier()
+
+    # All query heads of the group one after the other, as one loop: what is prefetched at the end of a head is the next one's.
+    steps = (end - begin) * kv_group
+    i_tile = begin
+    head_row = batch_kv_head * kv_group * query_tiles
+    for step in range(steps):
+        more = step + 1 < steps
+        logits, d_weights, d_k, d_v = _step(
+            i_tile, head_row, more, cut_by_end, count + step, logits, d_weights, d_k, d_v, first, k, v, buffers, barriers,
+            acc_desc, acc_ptr, scale_log2, sizes,
+            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA,
+        )  # fmt: skip
+        i_tile += 1
+        next_head = i_tile == end
+        head_row = gl.where(next_head, head_row + query_tiles, head_row)
+        i_tile = gl.where(next_head, begin, i_tile)
+    if PREFETCH == 2:
+        logits = warpgroup_mma_wait(0, deps=(d_weights,))  # started for a tile that does not come
+    count += steps
+    mbarrier.arrive(kv_empty.index(0), count=1)
+
+    # Out through this warpgroup's staging of dQ (one tile at a time), or through the dS buffer that is free (both at once).
+    at = [batch_kv_head // kv_heads, batch_kv_head % kv_heads, first + WARPGROUP * 64, 0]
+    tma.store_wait(0)
+    gl.thread_barrier()
+    if DQ_BY_TMA:
+        staging = reinterpret(d_q_shared.index(WARPGROUP), DTYPE, [1, 1, 64, BLOCK_D], d_k_desc.layout)
+        staging.reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(d_v_desc, at, staging)
+        scaled = (d_k * scale).to(DTYPE)
+        tma.store_wait(0)
+        gl.thread_barrier()
+        staging.reshape([64, BLOCK_D]).store(scaled)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(d_k_desc, at, staging)
+    else:
+        free = d_logits_shared.index(count % 2 * 2 + WARPGROUP)
+        staging = reinterpret(free, DTYPE, [2, 1, 1, 64, BLOCK_D], d_k_desc.layout)
+        staging.index(0).reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
+        staging.index(1).reshape([64, BLOCK_D]).store((d_k * scale).to(DTYPE))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(d_v_desc, at, staging.index(0))
+        tma.async_copy_shared_to_global(d_k_desc, at, staging.index(1))
+    return count
+
+
+@gluon.jit
+def _consume(
+    descriptors, buffers, barriers, acc_ptr, table_ptr, scale, scale_log2, sizes,
+    WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr,
+):  # fmt: skip
+    """A consumer warpgroup."""
+    items, tiles = sizes[0], sizes[1]
+    if PERSISTENT:
+        count = 0
+        for item in range(items):
+            tile = scheduled_tile(table_ptr, item, items, tiles, True)
+            if tile >= 0:
+                count = _consume_tile(
+                    tile, item, count, descriptors, buffers, barriers, acc_ptr, scale, scale_log2, sizes,
+                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA,
+                )  # fmt: skip
+    else:
+        _consume_tile(
+            gl.program_id(0), 0, gl.to_tensor(0), descriptors, buffers, barriers, acc_ptr, scale, scale_log2, sizes,
+            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA,
+        )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "items", "tiles", "key_blocks", "query_tiles", "query_length", "key_length", "kv_heads", "kv_group", "low", "high",
+    ]
+)  # fmt: skip
+def attention_backward_kernel(
+    q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc, acc_ptr, table_ptr,
+    items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr,
+):  # fmt: skip
+    """d_k and d_v, and dQ / scale added to the accumulator.
+
+    The descriptors see q, k, v, d_out, d_k, d_v as [B, H, S, D] in tiles of [1, 1, BLOCK_M or 64, BLOCK_D]; the statistics as
+    [B * Hq * query_tiles, 2 * BLOCK_M] fp32 (lse * log2(e), then delta); the accumulator as rows of 256 fp32, 16 of them a piece of
+    [64, 64], two pieces a tile of queries. `table_ptr` [items, programs] is read by persistent programs only.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    d_out_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], d_out_desc.layout)
+    k_shared = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, BLOCK_D], k_desc.layout)
+    v_shared = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, BLOCK_D], v_desc.layout)
+    stats_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * BLOCK_M], stats_desc.layout)
+    D_LOGITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
+    d_logits_shared = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], D_LOGITS)
+    if DQ_BY_TMA:
+        d_q_shared = gl.allocate_shared_memory(gl.float32, [2, 16, 256], acc_desc.layout)
+    else:
+        d_q_shared = d_logits_shared
+    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    d_out_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    d_logits_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    d_logits_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full.index(0), count=1)
+    mbarrier.init(v_full.index(0), count=1)
+    mbarrier.init(kv_empty.index(0), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(d_out_full.index(i), count=1)
+        mbarrier.init(stage_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(d_logits_full.index(i), count=2)
+        mbarrier.init(d_logits_empty.index(i), count=2)
+    fence_async_shared()
+
+    descriptors = (q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc)
+    buffers = (q_shared, k_shared, v_shared, d_out_shared, stats_shared, d_logits_shared, d_q_shared)
+    barriers = (k_full, v_full, kv_empty, q_full, d_out_full, stage_empty, d_logits_full, d_logits_empty)
+    sizes = (items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, low, high)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                descriptors, buffers, barriers, acc_ptr, table_ptr, scale, scale_log2, sizes, 0, BLOCK_M, BLOCK_D, STAGES,
+                HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA, PERSISTENT)),
+            (_consume, (
+                descriptors, buffers, barriers, acc_ptr, table_ptr, scale, scale_log2, sizes, 1, BLOCK_M, BLOCK_D, STAGES,
+                HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA, PERSISTENT)),
+            (_produce, (
+                descriptors, buffers, barriers, table_ptr, sizes, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Tiles and choices of the Hopper kernels, as measured on an H200 (docs/kernels/hopper.md has the figures and what lost).
+
+`banded` configurations serve everything that needs a mask: causal, windows, and lengths of keys that end inside a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+HEAD_DIMS = (64, 128, 256)  # others are padded to the next of these: TMA reads columns that are not there as 0
+SHARED_LIMIT_BYTES = 227 * 1024
+KEY_BLOCK = 128  # keys of a program of the backward kernel: two warpgroups of 64
+
+
+@dataclass(frozen=True)
+class ForwardConfiguration:
+    """Consumer warpgroups of 64 query rows, keys of a tile, stages of the K and V rings, registers of a consumer's and the producer's
+    thread, and whether the output leaves through the memory of Q (where there is no room for both)."""
+
+    warpgroups: int
+    block_n: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    out_in_q: bool = False
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a program's tile."""
+        return 64 * self.warpgroups
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory of the tiles; barriers come on top."""
+        rows = self.block_m * (1 if self.out_in_q else 2) + 2 * self.stages * self.block_n
+        return rows * head_dim * 2
+
+
+@dataclass(frozen=True)
+class BackwardConfiguration:
+    """Query rows of a tile, stages of the Q and dO rings, how much of the next tile is started before this one's end (0: nothing,
+    1: S, 2: S and dP), whether dQ leaves by TMA (else by vector reductions from registers), and whether programs are persistent."""
+
+    block_m: int
+    stages: int
+    prefetch: int
+    dq_by_tma: bool
+    persistent: bool
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory of the tiles; barriers come on top."""
+        keys = 2 * KEY_BLOCK * head_dim * 2
+        queries = self.stages * self.block_m * (2 * head_dim * 2 + 2 * 4)
+        d_logits = 2 * KEY_BLOCK * self.block_m * 2
+        return keys + queries + d_logits + (2 * 64 * 64 * 4 if self.dq_by_tma else 0)
+
+
+# (padded head dimension, banded)
+FORWARD: dict[tuple[int, bool], ForwardConfiguration] = {
+    (64, False): ForwardConfiguration(3, 128, 2, 160, 32),
+    (64, True): ForwardConfiguration(3, 128, 3, 160, 32),
+    (128, False): ForwardConfiguration(2, 128, 2, 240, 24),
+    (128, True): ForwardConfiguration(2, 128, 2, 240, 24),
+    (256, False): ForwardConfiguration(2, 64, 2, 240, 24, out_in_q=True),
+    (256, True): ForwardConfiguration(2, 64, 2, 240, 24, out_in_q=True),
+}
+
+# At 256 the portable kernels make the gradients.
+BACKWARD: dict[tuple[int, bool], BackwardConfiguration] = {
+    (64, False): BackwardConfiguration(128, 2, prefetch=1, dq_by_tma=False, persistent=False),
+    (64, True): BackwardConfiguration(128, 3, prefetch=1, dq_by_tma=False, persistent=True),
+    (128, False): BackwardConfiguration(64, 2, prefetch=2, dq_by_tma=True, persistent=False),
+    (128, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=True, persistent=True),
+}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dimension whose kernels serve `head_dim`."""
+    return next(size for size in HEAD_DIMS if head_dim <= size)
+
+
+def check_configurations() -> None:
+    """A shape that does not fit aborts the process inside the compiler, so look before. Raises ValueError."""
+    every: list[tuple[tuple[int, bool], ForwardConfiguration | BackwardConfiguration]] = [
+        *FORWARD.items(),
+        *BACKWARD.items(),
+    ]
+    for (head_dim, banded), configuration in every:
+        used = configuration.shared_bytes(head_dim)
+        if used + 1024 > SHARED_LIMIT_BYTES:
+            raise ValueError(f"{configuration} for head dimension {head_dim}, banded {banded}: {used} bytes of tiles")
+        if configuration.block_m % 64:
+            raise ValueError(f"{configuration}: a warpgroup has 64 query rows")
+
+
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
