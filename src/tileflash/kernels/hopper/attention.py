@@ -12,7 +12,7 @@ from torch import Tensor
 from tileflash.kernels.compat import PreparedLaunch
 from tileflash.kernels.compat_gluon import DescribedTensor, PreparedDescriptorLaunch
 from tileflash.kernels.hopper.attention_backward_ends import finish_kernel, prepare_kernel
-from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, KEY_BLOCK, check_configurations, padded_head_dim
+from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, check_configurations, padded_head_dim
 from tileflash.kernels.hopper.launch import Band, Box, backward_call, forward_call
 from tileflash.kernels.hopper.schedule import heads_in_l2, longest_first, visible_counts
 from tileflash.kernels.triton import attention as portable
@@ -90,6 +90,9 @@ def attention_forward(
     multiplies the logits. Strides are free; a tensor that TMA cannot address (last dimension not contiguous, a stride or an address
     that is no multiple of 16 bytes, an expanded dimension) is copied. Equal bit for bit from run to run.
     """
+    if q.numel() == 0 or k.numel() == 0:
+        shape = (*q.shape[:3], v.shape[3])
+        return q.new_zeros(shape), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scale, low, high)
     prepared = _forward_launches.get(key)
@@ -120,11 +123,13 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """d_q, d_k, d_v in the inputs' shapes and dtypes, contiguous; d_out [B, Sq, Hq, Dv] in any strides, d_lse [B, Hq, Sq] or None.
 
-    Above a head dimension of 128, and where torch.use_deterministic_algorithms asks for equal bits from run to run, by the portable
-    kernels: here the sum of d_q has no fixed order.
+    Where torch.use_deterministic_algorithms asks for equal bits from run to run, by the portable kernels: here the sum of d_q has no fixed
+    order.
     """
-    if max(q.shape[3], v.shape[3]) > 128 or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return portable.attention_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high)
+    if q.numel() == 0 or k.numel() == 0:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     q, k, v, d_out = _aligned(q), _aligned(k), _aligned(v), _aligned(d_out)
     out = out if out.stride(3) == 1 else out.contiguous()
     lse = lse.contiguous()
@@ -170,7 +175,7 @@ def _prepare_forward(
     batch, query_length, heads, head_dim = q.shape
     kv_heads, head_dim_v = v.shape[2:]
     seen = _Seen.of(query_length, k.shape[1], low, high)
-    if batch * heads * seen.queries == 0:
+    if seen.queries == 0:
         return seen, None, _no_table(q.device)
     padded = padded_head_dim(max(head_dim, head_dim_v))
     block_n = FORWARD[padded, False].block_n
@@ -217,27 +222,28 @@ def _prepare_backward(
     batch, query_length, heads, head_dim = q.shape
     key_length, kv_heads, head_dim_v = v.shape[1:]
     seen = _Seen.of(query_length, key_length, low, high)
-    if batch * heads * seen.queries == 0:
+    if seen.queries == 0:
         return seen, None, _no_table(q.device), None, None
     padded = padded_head_dim(max(head_dim, head_dim_v))
-    band = seen.band(KEY_BLOCK)
+    key_block = BACKWARD[padded, False].keys
+    band = seen.band(key_block)
     configuration = BACKWARD[padded, band != "full"]
     block_m = configuration.block_m
     query_tiles = -(-seen.queries // block_m)
-    key_blocks = -(-seen.keys // KEY_BLOCK)
+    key_blocks = -(-seen.keys // key_block)
     tiles = key_blocks * batch * kv_heads
     programs, items, table = tiles, 1, _no_table(q.device)
     if configuration.persistent:
         programs = min(_processors(q.device), tiles)
         negated = (None if seen.high is None else -seen.high, None if seen.low is None else -seen.low)
-        visible = visible_counts(key_blocks, KEY_BLOCK, seen.keys, seen.queries, block_m, *negated)
+        visible = visible_counts(key_blocks, key_block, seen.keys, seen.queries, block_m, *negated)
         # Q and dO are what all blocks of keys of a head read.
         bytes_per_row = (head_dim + head_dim_v) * q.dtype.itemsize * 2 * (heads // kv_heads)
         together = heads_in_l2(seen.queries, bytes_per_row, batch * kv_heads)
         costs = visible * (heads // kv_heads) + 1.0
         table = _schedule(costs, batch * kv_heads, together, programs, q.device)
         items = table.shape[0]
-    call = backward_call(padded, q.dtype, band)
+    call = backward_call(padded, q.dtype, band, heads != kv_heads)
     rows = batch * heads * query_tiles
     stats_shape, acc_shape = (rows, 2 * block_m), (rows * block_m * padded // 256, 256)
     described = (

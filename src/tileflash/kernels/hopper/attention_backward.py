@@ -21,114 +21,11 @@ from tileflash.kernels.compat_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, visible_tiles
+from tileflash.kernels.hopper.attention_backward_producer import load_statistics, produce, query_tiles_of
+from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, unmasked_tiles
 
 KEYS = gl.constexpr(128)  # of a program
 MEETING_POINT = gl.constexpr(10)  # the hardware barrier at which both warpgroups' dS is in shared memory
-
-
-@gluon.jit
-def _query_tiles(
-    tile,
-    key_blocks,
-    query_length,
-    key_length,
-    low,
-    high,
-    BLOCK_M: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-):
-    """First key of a tile, its batch * kv_heads + kv_head, and the query tiles [begin, end) that see it."""
-    first = tile % key_blocks * KEYS
-    last = gl.minimum(first + KEYS, key_length) - 1
-    begin, end = visible_tiles(first, last, query_length, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW)
-    return first, tile // key_blocks, begin, end
-
-
-@gluon.jit
-def _produce_tile(
-    tile, item, count, descriptors, buffers, barriers, sizes,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-):  # fmt: skip
-    """K and V of one tile of keys, and every Q, dO and statistics that see it. Returns the count of query tiles so far."""
-    q_desc, k_desc, v_desc, d_out_desc, stats_desc, _, _, _ = descriptors
-    q_shared, k_shared, v_shared, d_out_shared, stats_shared, _, _ = buffers
-    k_full, v_full, kv_empty, q_full, d_out_full, stage_empty, _, _ = barriers
-    _, _, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, low, high = sizes
-    first, batch_kv_head, begin, end = _query_tiles(
-        tile, key_blocks, query_length, key_length, low, high, BLOCK_M, HAS_LOW, HAS_HIGH
-    )
-    batch = batch_kv_head // kv_heads
-    kv_head = batch_kv_head % kv_heads
-    mbarrier.wait(kv_empty.index(0), (item & 1) ^ 1)
-    mbarrier.expect(k_full.index(0), KEYS * BLOCK_D * 2)
-    for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(
-            k_desc, [batch, kv_head, first + half * 64, 0], k_full.index(0), k_shared.index(half)
-        )
-    for member in range(kv_group):
-        head = kv_head * kv_group + member
-        stats_row = (batch * kv_heads * kv_group + head) * query_tiles
-        for i_tile in range(begin, end):
-            stage = count % STAGES
-            mbarrier.wait(stage_empty.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2 + 2 * BLOCK_M * 4)
-            q_at = [batch, head, i_tile * BLOCK_M, 0]
-            tma.async_copy_global_to_shared(q_desc, q_at, q_full.index(stage), q_shared.index(stage))
-            stats_at = [stats_row + i_tile, 0]
-            tma.async_copy_global_to_shared(stats_desc, stats_at, q_full.index(stage), stats_shared.index(stage))
-            if (member == 0) & (i_tile == begin):  # V is wanted after the first Q
-                mbarrier.expect(v_full.index(0), KEYS * BLOCK_D * 2)
-                for half in gl.static_range(2):
-                    tma.async_copy_global_to_shared(
-                        v_desc, [batch, kv_head, first + half * 64, 0], v_full.index(0), v_shared.index(half)
-                    )
-            mbarrier.expect(d_out_full.index(stage), BLOCK_M * BLOCK_D * 2)
-            tma.async_copy_global_to_shared(d_out_desc, q_at, d_out_full.index(stage), d_out_shared.index(stage))
-            count += 1
-    return count
-
-
-@gluon.jit
-def _produce(
-    descriptors, buffers, barriers, table_ptr, sizes,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr,
-):  # fmt: skip
-    """The producer warp."""
-    items, tiles = sizes[0], sizes[1]
-    if PERSISTENT:
-        count = 0
-        for item in range(items):
-            tile = scheduled_tile(table_ptr, item, items, tiles, True)
-            if tile >= 0:
-                count = _produce_tile(
-                    tile, item, count, descriptors, buffers, barriers, sizes,
-                    BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
-                )  # fmt: skip
-    else:
-        _produce_tile(
-            gl.program_id(0),
-            0,
-            gl.to_tensor(0),
-            descriptors,
-            buffers,
-            barriers,
-            sizes,
-            BLOCK_M,
-            BLOCK_D,
-            STAGES,
-            HAS_LOW,
-            HAS_HIGH,
-        )
-
-
-@gluon.jit
-def _load_statistics(stats_shared, stage, WHICH: gl.constexpr, BLOCK_M: gl.constexpr, COLUMNS: gl.constexpr):
-    """lse * log2(e) (WHICH = 0) or delta (1) of a tile's queries, which are the columns of the transposed logits: [BLOCK_M]."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return reinterpret(stats_shared.index(stage), gl.float32, [2, BLOCK_M], FLAT).index(WHICH).load(COLUMNS)
 
 
 @gluon.jit
@@ -141,16 +38,18 @@ def _times_transposed(rows, ring, stage, BLOCK_M: gl.constexpr, BLOCK_D: gl.cons
 
 @gluon.jit
 def _step(
-    i_tile, head_row, more, cut_by_end, count, logits, d_weights, d_k, d_v, first, k, v, buffers, barriers, acc_desc, acc_ptr,
-    scale_log2, sizes,
+    within, i_row, more, offset, uncut_begin, uncut_end, keys_left, count, logits, d_weights, d_k, d_v, k, v,
+    buffers, staging, barriers, meeting, acc_desc, acc_ptr, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries. Handed from step to step: with PREFETCH 1 the finished `logits` of this tile, with 2 also `d_weights`, still
     being made. More would be faster on paper, but what is in flight when dQ needs its registers makes ptxas serialise all wgmma."""
-    q_shared, k_shared, _, d_out_shared, stats_shared, d_logits_shared, d_q_shared = buffers
-    _, _, _, q_full, d_out_full, stage_empty, d_logits_full, d_logits_empty = barriers
-    key_length, low, high = sizes[5], sizes[8], sizes[9]
+    q_shared, k_shared, _, d_out_shared, stats_shared = buffers
+    d_logits_shared, d_q_shared = staging
+    _, _, _, q_full, d_out_full, stage_empty = barriers
+    d_logits_full, d_logits_empty = meeting
+    low, high = sizes[8], sizes[9]
     DTYPE: gl.constexpr = k.dtype
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -171,28 +70,27 @@ def _step(
         mbarrier.wait(d_out_full.index(stage), phase)
     if PREFETCH < 2:
         d_weights = _times_transposed(v, d_out_shared, stage, BLOCK_M, BLOCK_D, LOGITS)  # [64, BLOCK_M]
-    lse = _load_statistics(stats_shared, stage, 0, BLOCK_M, QUERIES)
+    lse = load_statistics(stats_shared, stage, 0, BLOCK_M, QUERIES)
     if PREFETCH == 0:
         logits = warpgroup_mma_wait(1, deps=(logits,))
     if HAS_HIGH:
-        own_first = first + WARPGROUP * 64
-        query = i_tile * BLOCK_M
-        cut = cut_by_end | (own_first + 63 - query > high)
+        cut = within < uncut_begin
         if HAS_LOW:
-            cut = cut | (own_first - (query + BLOCK_M - 1) < low)
+            cut = cut | (within >= uncut_end)
         if cut:
-            i_queries = query + gl.arange(0, BLOCK_M, layout=QUERIES)
-            i_keys = own_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
-            # The queries that see a key are i_key - high .. i_key - low; a key beyond the end nobody sees.
-            first_query = gl.where(i_keys < key_length, i_keys - high, 2147483647)
-            logits = mask_logits(logits, i_queries, first_query, i_keys - low, True, HAS_LOW)
+            # Row r is key r of the warpgroup, column c a query, r - c + distance their j - i. The queries that see a key are a range.
+            i_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
+            i_columns = gl.arange(0, BLOCK_M, layout=QUERIES)
+            distance = offset - within * BLOCK_M
+            first_column = gl.where(i_rows < keys_left, i_rows + (distance - high), BLOCK_M)
+            logits = mask_logits(logits, i_columns, first_column, i_rows + (distance - low), True, HAS_LOW)
     fp32_weights = gl.exp2(logits * scale_log2 - lse[None, :])  # P: [64, BLOCK_M]
     # A wait for an mbarrier ends the basic block, which keeps the exponentials above the wait for wgmma (see the forward kernel).
     if DQ_BY_TMA:
         mbarrier.wait(d_logits_empty.index(pair), (count // 2 & 1) ^ 1)
     else:
         mbarrier.wait(d_out_full.index(stage), phase)  # long since complete
-    delta = _load_statistics(stats_shared, stage, 1, BLOCK_M, QUERIES)
+    delta = load_statistics(stats_shared, stage, 1, BLOCK_M, QUERIES)
     d_weights, fp32_weights = warpgroup_mma_wait(0, deps=(d_weights, fp32_weights))
     weights = gl.convert_layout(fp32_weights.to(DTYPE), FACTOR)
     d_logits = (fp32_weights * (d_weights - delta[None, :])).to(DTYPE)  # dS: [64, BLOCK_M]
@@ -224,7 +122,7 @@ def _step(
     if DQ_BY_TMA:
         mbarrier.arrive(d_logits_empty.index(pair), count=1)
     # The accumulator is in the order in which threads hold it, so that nothing is shuffled and all accesses are 16 bytes wide.
-    piece = (head_row + i_tile) * 2 + WARPGROUP
+    piece = i_row * 2 + WARPGROUP
     d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     if DQ_BY_TMA:
         tma.store_wait(0)
@@ -260,22 +158,28 @@ def _step(
 
 @gluon.jit
 def _consume_tile(
-    tile, item, count, descriptors, buffers, barriers, acc_ptr, scale, scale_log2, sizes,
+    tile, item, count, descriptors, buffers, staging, barriers, meeting, acc_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
 ):  # fmt: skip
     """64 of a tile's 128 keys: their dK and dV, and half of the dQ of every tile of queries that sees the 128."""
     _, _, _, _, _, acc_desc, d_k_desc, d_v_desc = descriptors
-    q_shared, k_shared, v_shared, d_out_shared, _, d_logits_shared, d_q_shared = buffers
-    k_full, v_full, kv_empty, q_full, d_out_full, _, _, _ = barriers
-    _, _, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, low, high = sizes
+    q_shared, k_shared, v_shared, d_out_shared, _ = buffers
+    d_logits_shared, d_q_shared = staging
+    k_full, v_full, kv_empty, q_full, d_out_full, _ = barriers
+    _, _, _, query_tiles, _, key_length, kv_heads, kv_group, low, high = sizes
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     DTYPE: gl.constexpr = d_k_desc.dtype
-    first, batch_kv_head, begin, end = _query_tiles(
-        tile, key_blocks, query_length, key_length, low, high, BLOCK_M, HAS_LOW, HAS_HIGH
+    first, batch_kv_head, begin, end = query_tiles_of(tile, sizes, KEYS, BLOCK_M, HAS_LOW, HAS_HIGH)
+    own_first = first + WARPGROUP * 64
+    # The tiles of queries that see all of this warpgroup's keys, counted from `begin`; none where the keys end among them.
+    uncut_begin, uncut_end = unmasked_tiles(
+        own_first, own_first + 63, query_tiles * BLOCK_M, -high, -low, begin, end, BLOCK_M, HAS_HIGH, HAS_LOW
     )
-    cut_by_end = first + KEYS > key_length
+    uncut_begin = gl.where(own_first + 64 > key_length, end, uncut_begin) - begin
+    uncut_end -= begin
+    offset = own_first - begin * BLOCK_M
     k = k_shared.index(WARPGROUP).reshape([64, BLOCK_D])
     v = v_shared.index(WARPGROUP).reshape([64, BLOCK_D])
     d_k = gl.zeros([64, BLOCK_D], gl.float32, GRADIENT)
@@ -302,56 +206,61 @@ def _consume_tile(
         gl.thread_barrier()
 
     # All query heads of the group one after the other, as one loop: what is prefetched at the end of a head is the next one's.
-    steps = (end - begin) * kv_group
-    i_tile = begin
-    head_row = batch_kv_head * kv_group * query_tiles
+    tiles_of_head = end - begin
+    steps = tiles_of_head
+    first_row = batch_kv_head * query_tiles + begin
+    if GROUPED:
+        steps *= kv_group
+        first_row = batch_kv_head * kv_group * query_tiles + begin
+        within = 0
     for step in range(steps):
-        more = step + 1 < steps
+        if not GROUPED:
+            within = step
         logits, d_weights, d_k, d_v = _step(
-            i_tile, head_row, more, cut_by_end, count + step, logits, d_weights, d_k, d_v, first, k, v, buffers, barriers,
-            acc_desc, acc_ptr, scale_log2, sizes,
+            within, first_row + within, step + 1 < steps, offset, uncut_begin, uncut_end, key_length - own_first, count + step,
+            logits, d_weights, d_k, d_v, k, v, buffers, staging, barriers, meeting, acc_desc, acc_ptr, scale_log2, sizes,
             WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA,
         )  # fmt: skip
-        i_tile += 1
-        next_head = i_tile == end
-        head_row = gl.where(next_head, head_row + query_tiles, head_row)
-        i_tile = gl.where(next_head, begin, i_tile)
+        if GROUPED:
+            within += 1
+            first_row = gl.where(within == tiles_of_head, first_row + query_tiles, first_row)
+            within = gl.where(within == tiles_of_head, 0, within)
     if PREFETCH == 2:
         logits = warpgroup_mma_wait(0, deps=(d_weights,))  # started for a tile that does not come
     count += steps
     mbarrier.arrive(kv_empty.index(0), count=1)
 
     # Out through this warpgroup's staging of dQ (one tile at a time), or through the dS buffer that is free (both at once).
-    at = [batch_kv_head // kv_heads, batch_kv_head % kv_heads, first + WARPGROUP * 64, 0]
+    at = [batch_kv_head // kv_heads, batch_kv_head % kv_heads, own_first, 0]
     tma.store_wait(0)
     gl.thread_barrier()
     if DQ_BY_TMA:
-        staging = reinterpret(d_q_shared.index(WARPGROUP), DTYPE, [1, 1, 64, BLOCK_D], d_k_desc.layout)
-        staging.reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
+        leaving = reinterpret(d_q_shared.index(WARPGROUP), DTYPE, [1, 1, 64, BLOCK_D], d_k_desc.layout)
+        leaving.reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(d_v_desc, at, staging)
+        tma.async_copy_shared_to_global(d_v_desc, at, leaving)
         scaled = (d_k * scale).to(DTYPE)
         tma.store_wait(0)
         gl.thread_barrier()
-        staging.reshape([64, BLOCK_D]).store(scaled)
+        leaving.reshape([64, BLOCK_D]).store(scaled)
         fence_async_shared()
-        tma.async_copy_shared_to_global(d_k_desc, at, staging)
+        tma.async_copy_shared_to_global(d_k_desc, at, leaving)
     else:
         free = d_logits_shared.index(count % 2 * 2 + WARPGROUP)
-        staging = reinterpret(free, DTYPE, [2, 1, 1, 64, BLOCK_D], d_k_desc.layout)
-        staging.index(0).reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
-        staging.index(1).reshape([64, BLOCK_D]).store((d_k * scale).to(DTYPE))
+        leaving = reinterpret(free, DTYPE, [2, 1, 1, 64, BLOCK_D], d_k_desc.layout)
+        leaving.index(0).reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
+        leaving.index(1).reshape([64, BLOCK_D]).store((d_k * scale).to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(d_v_desc, at, staging.index(0))
-        tma.async_copy_shared_to_global(d_k_desc, at, staging.index(1))
+        tma.async_copy_shared_to_global(d_v_desc, at, leaving.index(0))
+        tma.async_copy_shared_to_global(d_k_desc, at, leaving.index(1))
     return count
 
 
 @gluon.jit
 def _consume(
-    descriptors, buffers, barriers, acc_ptr, table_ptr, scale, scale_log2, sizes,
+    descriptors, buffers, staging, barriers, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup."""
@@ -362,13 +271,13 @@ def _consume(
             tile = scheduled_tile(table_ptr, item, items, tiles, True)
             if tile >= 0:
                 count = _consume_tile(
-                    tile, item, count, descriptors, buffers, barriers, acc_ptr, scale, scale_log2, sizes,
-                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA,
+                    tile, item, count, descriptors, buffers, staging, barriers, meeting, acc_ptr, scale, scale_log2, sizes,
+                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
                 )  # fmt: skip
     else:
         _consume_tile(
-            gl.program_id(0), 0, gl.to_tensor(0), descriptors, buffers, barriers, acc_ptr, scale, scale_log2, sizes,
-            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA,
+            gl.program_id(0), 0, gl.to_tensor(0), descriptors, buffers, staging, barriers, meeting, acc_ptr, scale, scale_log2, sizes,
+            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -382,7 +291,7 @@ def attention_backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc, acc_ptr, table_ptr,
     items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, and dQ / scale added to the accumulator.
@@ -424,19 +333,21 @@ def attention_backward_kernel(
     fence_async_shared()
 
     descriptors = (q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc)
-    buffers = (q_shared, k_shared, v_shared, d_out_shared, stats_shared, d_logits_shared, d_q_shared)
-    barriers = (k_full, v_full, kv_empty, q_full, d_out_full, stage_empty, d_logits_full, d_logits_empty)
+    buffers = (q_shared, k_shared, v_shared, d_out_shared, stats_shared)
+    staging = (d_logits_shared, d_q_shared)
+    barriers = (k_full, v_full, kv_empty, q_full, d_out_full, stage_empty)
+    meeting = (d_logits_full, d_logits_empty)
     sizes = (items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, low, high)
     gl.warp_specialize(
         [
             (_consume, (
-                descriptors, buffers, barriers, acc_ptr, table_ptr, scale, scale_log2, sizes, 0, BLOCK_M, BLOCK_D, STAGES,
-                HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA, PERSISTENT)),
+                descriptors, buffers, staging, barriers, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 0, BLOCK_M, BLOCK_D, STAGES,
+                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT)),
             (_consume, (
-                descriptors, buffers, barriers, acc_ptr, table_ptr, scale, scale_log2, sizes, 1, BLOCK_M, BLOCK_D, STAGES,
-                HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA, PERSISTENT)),
-            (_produce, (
-                descriptors, buffers, barriers, table_ptr, sizes, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+                descriptors, buffers, staging, barriers, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 1, BLOCK_M, BLOCK_D, STAGES,
+                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT)),
+            (produce, (
+                descriptors, buffers, barriers, table_ptr, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
         ],
         [4, 1],
         [240, 24],

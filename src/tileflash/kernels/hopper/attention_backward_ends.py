@@ -55,21 +55,23 @@ def finish_kernel(
     acc_ptr, d_q_ptr, stride_qb, stride_qs, stride_qh, query_length, query_tiles, heads, D, scale,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """d_q of one tile of queries: two pieces of [64, 64], side by side or one below the other, which the backward kernel's warpgroups left
+    """d_q of one tile of queries: two pieces of 64 rows, side by side or one below the other, which the backward kernel's warpgroups left
     in the order of their threads' registers."""
     tile = tl.program_id(0)
     batch_head = tile // query_tiles
     base = d_q_ptr + (batch_head // heads).to(tl.int64) * stride_qb + (batch_head % heads).to(tl.int64) * stride_qh
+    COLUMNS: tl.constexpr = BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2  # of a piece
     for piece in tl.static_range(2):
-        values = tl.load(acc_ptr + tile.to(tl.int64) * (BLOCK_M * BLOCK_D) + piece * 4096 + tl.arange(0, 4096))
+        places = piece * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS)
+        values = tl.load(acc_ptr + tile.to(tl.int64) * (BLOCK_M * BLOCK_D) + places)
         values = (values * scale).to(d_q_ptr.dtype.element_ty)
-        # (8 columns, warp, row, column pair, row half, 2) -> [64, 64]
-        values = tl.reshape(values, [8, 4, 8, 4, 2, 2])
-        values = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), [64, 64])
+        # (columns by 8, warp, row, pair of columns, half of the rows, 2) -> [64, COLUMNS]
+        values = tl.reshape(values, [COLUMNS // 8, 4, 8, 4, 2, 2])
+        values = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), [64, COLUMNS])
         i_rows = tile % query_tiles * BLOCK_M + tl.arange(0, 64)
-        i_columns = tl.arange(0, 64)
+        i_columns = tl.arange(0, COLUMNS)
         if BLOCK_M == 64:
-            i_columns += piece * 64
+            i_columns += piece * COLUMNS
         else:
             i_rows += piece * 64
         mask = (i_rows < query_length)[:, None]

@@ -11,7 +11,6 @@ import torch
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next of these: TMA reads columns that are not there as 0
 SHARED_LIMIT_BYTES = 227 * 1024
-KEY_BLOCK = 128  # keys of a program of the backward kernel: two warpgroups of 64
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,14 @@ class BackwardConfiguration:
     prefetch: int
     dq_by_tma: bool
     persistent: bool
+    keys: int = 128  # of a program; 64 in the wide kernel
 
     def shared_bytes(self, head_dim: int) -> int:
         """Shared memory of the tiles; barriers come on top."""
-        keys = 2 * KEY_BLOCK * head_dim * 2
+        keys = 2 * self.keys * head_dim * 2
         queries = self.stages * self.block_m * (2 * head_dim * 2 + 2 * 4)
-        d_logits = 2 * KEY_BLOCK * self.block_m * 2
+        # dS of two tiles; in the wide kernel P, too.
+        d_logits = 2 * self.keys * self.block_m * 2 * (2 if self.keys == 64 else 1)
         return keys + queries + d_logits + (2 * 64 * 64 * 4 if self.dq_by_tma else 0)
 
 
@@ -66,12 +67,13 @@ FORWARD: dict[tuple[int, bool], ForwardConfiguration] = {
     (256, True): ForwardConfiguration(2, 64, 2, 240, 24, out_in_q=True),
 }
 
-# At 256 the portable kernels make the gradients.
 BACKWARD: dict[tuple[int, bool], BackwardConfiguration] = {
     (64, False): BackwardConfiguration(128, 2, prefetch=1, dq_by_tma=False, persistent=False),
     (64, True): BackwardConfiguration(128, 3, prefetch=1, dq_by_tma=False, persistent=True),
     (128, False): BackwardConfiguration(64, 2, prefetch=2, dq_by_tma=True, persistent=False),
     (128, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=True, persistent=True),
+    (256, False): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=False, persistent=False, keys=64),
+    (256, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=False, persistent=True, keys=64),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tileflash.kernels.compat_gluon import gl
 from tileflash.kernels.hopper.attention_backward import attention_backward_kernel
+from tileflash.kernels.hopper.attention_backward_wide import attention_backward_wide_kernel
 from tileflash.kernels.hopper.attention_forward import attention_forward_kernel
 from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES
 
@@ -87,31 +88,40 @@ def forward_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
     )
 
 
-def backward_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
-    """The backward kernel for a padded head dimension."""
+def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool) -> KernelCall:
+    """The backward kernel for a padded head dimension; `grouped`: several query heads share a K/V head."""
     configuration = BACKWARD[head_dim, band != "full"]
     query_box = Box.of_rows(configuration.block_m, head_dim, dtype)
     key_box = Box.of_rows(64, head_dim, dtype)
-    return KernelCall(
-        attention_backward_kernel,
-        {
-            "q_desc": query_box,
-            "k_desc": key_box,
-            "v_desc": key_box,
-            "d_out_desc": query_box,
-            "stats_desc": Box.flat(1, 2 * configuration.block_m),
-            "acc_desc": Box.flat(16, 256),
-            "d_k_desc": key_box,
-            "d_v_desc": key_box,
-        },
-        {
-            "BLOCK_M": configuration.block_m,
+    wide = configuration.keys == 64
+    gradient_box = Box.of_rows(64, head_dim // 2, dtype) if wide else key_box
+    boxes = {
+        "q_desc": query_box,
+        "k_desc": key_box,
+        "v_desc": key_box,
+        "d_out_desc": query_box,
+        "stats_desc": Box.flat(1, 2 * configuration.block_m),
+        "acc_desc": Box.flat(16, 256),
+        "d_k_desc": gradient_box,
+        "d_v_desc": gradient_box,
+    }
+    edges = {"HAS_LOW": band == "window", "HAS_HIGH": band != "full"}
+    if wide:
+        constants = {
             "BLOCK_D": head_dim,
             "STAGES": configuration.stages,
-            "HAS_LOW": band == "window",
-            "HAS_HIGH": band != "full",
-            "PREFETCH": configuration.prefetch,
-            "DQ_BY_TMA": configuration.dq_by_tma,
+            **edges,
             "PERSISTENT": configuration.persistent,
-        },
-    )
+        }
+        return KernelCall(attention_backward_wide_kernel, boxes, constants)
+    constants = {
+        "BLOCK_M": configuration.block_m,
+        "BLOCK_D": head_dim,
+        "STAGES": configuration.stages,
+        **edges,
+        "GROUPED": grouped,
+        "PREFETCH": configuration.prefetch,
+        "DQ_BY_TMA": configuration.dq_by_tma,
+        "PERSISTENT": configuration.persistent,
+    }
+    return KernelCall(attention_backward_kernel, boxes, constants)

@@ -49,7 +49,9 @@ def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCal
         for head_dim in sorted({head_dim for head_dim, _ in FORWARD}):
             yield "forward", head_dim, band, forward_call(head_dim, dtype, band)
         for head_dim in sorted({head_dim for head_dim, _ in BACKWARD}):
-            yield "backward", head_dim, band, backward_call(head_dim, dtype, band)
+            for grouped in (False, True):
+                name = "backward, grouped" if grouped else "backward"
+                yield name, head_dim, band, backward_call(head_dim, dtype, band, grouped)
 
 
 def compile_offline(call: KernelCall) -> Any:
