@@ -36,11 +36,15 @@ __all__ = [
     "gluon",
     "mbarrier",
     "reinterpret",
+    "thread_barrier",
     "tma",
     "tma_reduce_add",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+
+# A barrier of the threads of one partition, by its name until Triton 3.6 and since 3.7.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @builtin

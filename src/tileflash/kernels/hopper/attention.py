@@ -232,14 +232,14 @@ def _prepare_backward(
     query_tiles = -(-seen.queries // block_m)
     key_blocks = -(-seen.keys // key_block)
     tiles = key_blocks * batch * kv_heads
-    programs, items, table = tiles, 1, _no_table(q.device)
+    # Q and dO are what all blocks of keys of a head read.
+    bytes_per_row = (head_dim + head_dim_v) * q.dtype.itemsize * 2 * (heads // kv_heads)
+    together = heads_in_l2(seen.queries, bytes_per_row, batch * kv_heads)
+    programs, items, table = tiles, together, _no_table(q.device)
     if configuration.persistent:
         programs = min(_processors(q.device), tiles)
         negated = (None if seen.high is None else -seen.high, None if seen.low is None else -seen.low)
         visible = visible_counts(key_blocks, key_block, seen.keys, seen.queries, block_m, *negated)
-        # Q and dO are what all blocks of keys of a head read.
-        bytes_per_row = (head_dim + head_dim_v) * q.dtype.itemsize * 2 * (heads // kv_heads)
-        together = heads_in_l2(seen.queries, bytes_per_row, batch * kv_heads)
         costs = visible * (heads // kv_heads) + 1.0
         table = _schedule(costs, batch * kv_heads, together, programs, q.device)
         items = table.shape[0]

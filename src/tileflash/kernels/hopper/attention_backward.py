@@ -16,12 +16,13 @@ from tileflash.kernels.compat_gluon import (
     gluon,
     mbarrier,
     reinterpret,
+    thread_barrier,
     tma,
     tma_reduce_add,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tileflash.kernels.hopper.attention_backward_producer import load_statistics, produce, query_tiles_of
+from tileflash.kernels.hopper.attention_backward_producer import load_statistics, only_tile, produce, query_tiles_of
 from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, unmasked_tiles
 
 KEYS = gl.constexpr(128)  # of a program
@@ -126,7 +127,7 @@ def _step(
     d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     if DQ_BY_TMA:
         tma.store_wait(0)
-        gl.thread_barrier()
+        thread_barrier()
         d_q_shared.index(WARPGROUP).store(d_q.reshape([16, 256]))
         fence_async_shared()
         tma_reduce_add(acc_desc, [piece * 16, 0], d_q_shared.index(WARPGROUP))
@@ -203,7 +204,7 @@ def _consume_tile(
         mbarrier.wait(v_full.index(0), item & 1)
     if not DQ_BY_TMA:
         tma.store_wait(0)  # dK and dV of the tile before leave from the memory of dS
-        gl.thread_barrier()
+        thread_barrier()
 
     # All query heads of the group one after the other, as one loop: what is prefetched at the end of a head is the next one's.
     tiles_of_head = end - begin
@@ -233,7 +234,7 @@ def _consume_tile(
     # Out through this warpgroup's staging of dQ (one tile at a time), or through the dS buffer that is free (both at once).
     at = [batch_kv_head // kv_heads, batch_kv_head % kv_heads, own_first, 0]
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     if DQ_BY_TMA:
         leaving = reinterpret(d_q_shared.index(WARPGROUP), DTYPE, [1, 1, 64, BLOCK_D], d_k_desc.layout)
         leaving.reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
@@ -241,7 +242,7 @@ def _consume_tile(
         tma.async_copy_shared_to_global(d_v_desc, at, leaving)
         scaled = (d_k * scale).to(DTYPE)
         tma.store_wait(0)
-        gl.thread_barrier()
+        thread_barrier()
         leaving.reshape([64, BLOCK_D]).store(scaled)
         fence_async_shared()
         tma.async_copy_shared_to_global(d_k_desc, at, leaving)
@@ -276,7 +277,8 @@ def _consume(
                 )  # fmt: skip
     else:
         _consume_tile(
-            gl.program_id(0), 0, gl.to_tensor(0), descriptors, buffers, staging, barriers, meeting, acc_ptr, scale, scale_log2, sizes,
+            only_tile(sizes, HAS_HIGH), 0, gl.to_tensor(0),
+            descriptors, buffers, staging, barriers, meeting, acc_ptr, scale, scale_log2, sizes,
             WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
         )  # fmt: skip
     tma.store_wait(0)

@@ -21,6 +21,22 @@ def query_tiles_of(
 
 
 @gluon.jit
+def only_tile(sizes, HAS_HIGH: gl.constexpr):
+    """The tile of a program that has one. With a band the first keys are seen by most queries: their tiles start first, those of as many
+    heads together as share the L2 cache (which `items` says here).
+    """
+    place = gl.program_id(0)
+    if HAS_HIGH:
+        items, tiles, key_blocks = sizes[0], sizes[1], sizes[2]
+        group = place // (items * key_blocks)
+        together = gl.minimum(items, tiles // key_blocks - group * items)
+        within = place - group * items * key_blocks
+        return (group * items + within % together) * key_blocks + within // together
+    else:
+        return place
+
+
+@gluon.jit
 def _produce_tile(
     tile, item, count, descriptors, buffers, barriers, sizes,
     KEYS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
@@ -80,7 +96,8 @@ def produce(
     else:
         nothing_yet = gl.to_tensor(0)
         _produce_tile(
-            gl.program_id(0), 0, nothing_yet, descriptors, buffers, barriers, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
+            only_tile(sizes, HAS_HIGH), 0, nothing_yet,
+            descriptors, buffers, barriers, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
         )  # fmt: skip
 
 

@@ -11,11 +11,12 @@ from tileflash.kernels.compat_gluon import (
     gluon,
     mbarrier,
     reinterpret,
+    thread_barrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tileflash.kernels.hopper.attention_backward_producer import load_statistics, produce, query_tiles_of
+from tileflash.kernels.hopper.attention_backward_producer import load_statistics, only_tile, produce, query_tiles_of
 from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, unmasked_tiles
 
 KEYS = gl.constexpr(64)  # of a program
@@ -70,15 +71,15 @@ def _consume_tile(
     steps = (end - begin) * kv_group
     i_tile = begin
     head_row = batch_kv_head * kv_group * query_tiles
-    for _step in range(steps):
+    mbarrier.wait(q_full.index(count % STAGES), count // STAGES & 1)
+    mbarrier.wait(d_out_full.index(count % STAGES), count // STAGES & 1)
+    logits, d_weights = _start_products(k, v, q_shared, d_out_shared, count % STAGES, WARPGROUP, BLOCK_D)
+    logits = warpgroup_mma_wait(1, deps=(logits,))
+    for step in range(steps):
+        # Handed from step to step: the finished `logits` of this tile, and `d_weights`, still being made.
         stage = count % STAGES
-        phase = count // STAGES & 1
         pair = count % 2
-        mbarrier.wait(q_full.index(stage), phase)
-        mbarrier.wait(d_out_full.index(stage), phase)
-        logits, d_weights = _start_products(k, v, q_shared, d_out_shared, stage, WARPGROUP, BLOCK_D)
         lse = load_statistics(stats_shared, stage, WARPGROUP, 32, COLUMNS)
-        logits = warpgroup_mma_wait(1, deps=(logits,))
         if HAS_HIGH:
             cut = i_tile < uncut_begin
             if HAS_LOW:
@@ -109,13 +110,21 @@ def _consume_tile(
         d_q = d_q.reshape([4, 2, 8, HALF // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([QUERIES * HALF])
         places = gl.arange(0, QUERIES * HALF, layout=d_q.type.layout)
         gl.atomic_add(acc_ptr + piece.to(gl.int64) * (QUERIES * HALF) + places, d_q, sem="relaxed", scope="gpu")
-        d_v, d_k = warpgroup_mma_wait(0, deps=(d_v, d_k))
-        mbarrier.arrive(stage_empty.index(stage), count=1)
+        # The next tile's products queue up behind this one's.
         count += 1
+        next_stage = count % STAGES
+        more = step + 1 < steps
+        mbarrier.wait(q_full.index(next_stage), count // STAGES & 1, pred=more)
+        mbarrier.wait(d_out_full.index(next_stage), count // STAGES & 1, pred=more)
+        logits, d_weights = _start_products(k, v, q_shared, d_out_shared, next_stage, WARPGROUP, BLOCK_D)
+        d_v, d_k = warpgroup_mma_wait(2, deps=(d_v, d_k))
+        mbarrier.arrive(stage_empty.index(stage), count=1)
+        logits = warpgroup_mma_wait(1, deps=(logits,))
         i_tile += 1
         next_head = i_tile == end
         head_row = gl.where(next_head, head_row + query_tiles, head_row)
         i_tile = gl.where(next_head, begin, i_tile)
+    logits = warpgroup_mma_wait(0, deps=(d_weights,))  # started for a tile that does not come
     mbarrier.arrive(kv_empty.index(0), count=1)
 
     # Out: the one warpgroup through the memory of P, the other through that of dS, when both have read them.
@@ -130,7 +139,7 @@ def _consume_tile(
     tma.async_copy_shared_to_global(d_v_desc, at, leaving)
     scaled = (d_k * scale).to(DTYPE)
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     leaving.reshape([KEYS, HALF]).store(scaled)
     fence_async_shared()
     tma.async_copy_shared_to_global(d_k_desc, at, leaving)
@@ -157,7 +166,7 @@ def _consume(
     else:
         nothing_yet = gl.to_tensor(0)
         _consume_tile(
-            gl.program_id(0), 0, nothing_yet, descriptors, buffers, staging, barriers, acc_ptr, scale, scale_log2, sizes,
+            only_tile(sizes, HAS_HIGH), 0, nothing_yet, descriptors, buffers, staging, barriers, acc_ptr, scale, scale_log2, sizes,
             WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
         )  # fmt: skip
     tma.store_wait(0)

@@ -69,11 +69,11 @@ FORWARD: dict[tuple[int, bool], ForwardConfiguration] = {
 
 BACKWARD: dict[tuple[int, bool], BackwardConfiguration] = {
     (64, False): BackwardConfiguration(128, 2, prefetch=1, dq_by_tma=False, persistent=False),
-    (64, True): BackwardConfiguration(128, 3, prefetch=1, dq_by_tma=False, persistent=True),
+    (64, True): BackwardConfiguration(128, 2, prefetch=1, dq_by_tma=False, persistent=False),
     (128, False): BackwardConfiguration(64, 2, prefetch=2, dq_by_tma=True, persistent=False),
     (128, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=True, persistent=True),
     (256, False): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=False, persistent=False, keys=64),
-    (256, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=False, persistent=True, keys=64),
+    (256, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=False, persistent=False, keys=64),
 }
 
 
