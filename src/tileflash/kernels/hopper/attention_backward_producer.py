@@ -2,10 +2,34 @@
 
 A program owns KEYS keys of one K/V head. Its producer fetches K and V once, then Q, dO and their statistics (lse, delta) of every tile of
 queries that sees a key, of one query head of the group after the other.
+
+K, V, Q and dO lie in one array of tiles, and all barriers in another: a consumer that is no default partition gets an array's address in
+a register and knows nothing of it, so with an array for each the addresses alone would fill its uniform registers.
 """
 
-from tileflash.kernels.compat_gluon import gl, gluon, mbarrier, reinterpret, tma
+from tileflash.kernels.compat_gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma
 from tileflash.kernels.hopper.tile import scheduled_tile, visible_tiles
+
+# Places in the array of barriers. From FIRST_STAGE on: Q and statistics have come, by stage; dO has come; the stage is free again.
+K_FULL = gl.constexpr(0)
+V_FULL = gl.constexpr(1)
+KV_EMPTY = gl.constexpr(2)
+FIRST_STAGE = gl.constexpr(3)
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr):
+    """The barriers between the producer and the two consumers."""
+    barriers = gl.allocate_shared_memory(gl.int64, [FIRST_STAGE + 3 * STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(K_FULL), count=1)
+    mbarrier.init(barriers.index(V_FULL), count=1)
+    mbarrier.init(barriers.index(KV_EMPTY), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(FIRST_STAGE + stage), count=1)
+        mbarrier.init(barriers.index(FIRST_STAGE + STAGES + stage), count=1)
+        mbarrier.init(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=2)
+    fence_async_shared()
+    return barriers
 
 
 @gluon.jit
@@ -38,48 +62,50 @@ def only_tile(sizes, HAS_HIGH: gl.constexpr):
 
 @gluon.jit
 def _produce_tile(
-    tile, item, count, descriptors, buffers, barriers, sizes,
+    tile, item, count, descriptors, shared, sizes,
     KEYS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys and all that sees it. Returns the count of tiles of queries so far."""
     q_desc, k_desc, v_desc, d_out_desc, stats_desc, _, _, _ = descriptors
-    q_shared, k_shared, v_shared, d_out_shared, stats_shared = buffers
-    k_full, v_full, kv_empty, q_full, d_out_full, stage_empty = barriers
+    tiles, stats_shared, barriers = shared
+    PARTS: gl.constexpr = KEYS // BLOCK_M  # tiles that K and V take each
     query_tiles, kv_heads, kv_group = sizes[3], sizes[6], sizes[7]
     first, batch_kv_head, begin, end = query_tiles_of(tile, sizes, KEYS, BLOCK_M, HAS_LOW, HAS_HIGH)
     batch = batch_kv_head // kv_heads
     kv_head = batch_kv_head % kv_heads
-    mbarrier.wait(kv_empty.index(0), (item & 1) ^ 1)
-    mbarrier.expect(k_full.index(0), KEYS * BLOCK_D * 2)
-    for part in gl.static_range(KEYS // 64):
-        k_at = [batch, kv_head, first + part * 64, 0]
-        tma.async_copy_global_to_shared(k_desc, k_at, k_full.index(0), k_shared.index(part))
+    mbarrier.wait(barriers.index(KV_EMPTY), (item & 1) ^ 1)
+    mbarrier.expect(barriers.index(K_FULL), KEYS * BLOCK_D * 2)
+    for part in gl.static_range(PARTS):
+        k_at = [batch, kv_head, first + part * BLOCK_M, 0]
+        tma.async_copy_global_to_shared(k_desc, k_at, barriers.index(K_FULL), tiles.index(part))
     for member in range(kv_group):
         head = kv_head * kv_group + member
         stats_row = (batch * kv_heads * kv_group + head) * query_tiles
         for i_tile in range(begin, end):
             stage = count % STAGES
-            mbarrier.wait(stage_empty.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2 + 2 * BLOCK_M * 4)
+            q_full = barriers.index(FIRST_STAGE + stage)
+            d_out_full = barriers.index(FIRST_STAGE + STAGES + stage)
+            mbarrier.wait(barriers.index(FIRST_STAGE + 2 * STAGES + stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(q_full, BLOCK_M * BLOCK_D * 2 + 2 * BLOCK_M * 4)
             q_at = [batch, head, i_tile * BLOCK_M, 0]
-            tma.async_copy_global_to_shared(q_desc, q_at, q_full.index(stage), q_shared.index(stage))
+            tma.async_copy_global_to_shared(q_desc, q_at, q_full, tiles.index(2 * PARTS + stage))
             stats_at = [stats_row + i_tile, 0]
-            tma.async_copy_global_to_shared(stats_desc, stats_at, q_full.index(stage), stats_shared.index(stage))
+            tma.async_copy_global_to_shared(stats_desc, stats_at, q_full, stats_shared.index(stage))
             if (member == 0) & (i_tile == begin):  # V is wanted after the first Q
-                mbarrier.expect(v_full.index(0), KEYS * BLOCK_D * 2)
-                for part in gl.static_range(KEYS // 64):
-                    v_at = [batch, kv_head, first + part * 64, 0]
-                    tma.async_copy_global_to_shared(v_desc, v_at, v_full.index(0), v_shared.index(part))
-            mbarrier.expect(d_out_full.index(stage), BLOCK_M * BLOCK_D * 2)
-            tma.async_copy_global_to_shared(d_out_desc, q_at, d_out_full.index(stage), d_out_shared.index(stage))
+                mbarrier.expect(barriers.index(V_FULL), KEYS * BLOCK_D * 2)
+                for part in gl.static_range(PARTS):
+                    v_at = [batch, kv_head, first + part * BLOCK_M, 0]
+                    tma.async_copy_global_to_shared(v_desc, v_at, barriers.index(V_FULL), tiles.index(PARTS + part))
+            mbarrier.expect(d_out_full, BLOCK_M * BLOCK_D * 2)
+            tma.async_copy_global_to_shared(d_out_desc, q_at, d_out_full, tiles.index(2 * PARTS + STAGES + stage))
             count += 1
     return count
 
 
 @gluon.jit
 def produce(
-    descriptors, buffers, barriers, table_ptr, sizes,
+    descriptors, shared, table_ptr, sizes,
     KEYS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
@@ -91,13 +117,13 @@ def produce(
             tile = scheduled_tile(table_ptr, item, items, tiles, True)
             if tile >= 0:
                 count = _produce_tile(
-                    tile, item, count, descriptors, buffers, barriers, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
+                    tile, item, count, descriptors, shared, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
                 )  # fmt: skip
     else:
         nothing_yet = gl.to_tensor(0)
         _produce_tile(
             only_tile(sizes, HAS_HIGH), 0, nothing_yet,
-            descriptors, buffers, barriers, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
+            descriptors, shared, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
         )  # fmt: skip
 
 

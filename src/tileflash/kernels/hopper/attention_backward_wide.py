@@ -16,7 +16,17 @@ from tileflash.kernels.compat_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tileflash.kernels.hopper.attention_backward_producer import load_statistics, only_tile, produce, query_tiles_of
+from tileflash.kernels.hopper.attention_backward_producer import (
+    FIRST_STAGE,
+    K_FULL,
+    KV_EMPTY,
+    V_FULL,
+    load_statistics,
+    make_barriers,
+    only_tile,
+    produce,
+    query_tiles_of,
+)
 from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, unmasked_tiles
 
 KEYS = gl.constexpr(64)  # of a program
@@ -25,12 +35,14 @@ MEETING_POINT = gl.constexpr(10)  # the hardware barrier at which both warpgroup
 
 
 @gluon.jit
-def _start_products(k, v, q_shared, d_out_shared, stage, WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr):
+def _start_products(tiles, origin, stage, WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """Starts S and dP of this warpgroup's 32 queries, transposed: [64, 32] each."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     nothing = gl.zeros([KEYS, 32], gl.float32, LOGITS)
-    q = q_shared.index(stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * 32, 32, dim=0)
-    d_out = d_out_shared.index(stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * 32, 32, dim=0)
+    k = tiles.index(origin).reshape([KEYS, BLOCK_D])
+    v = tiles.index(origin + 1).reshape([KEYS, BLOCK_D])
+    q = tiles.index(2 + stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * 32, 32, dim=0)
+    d_out = tiles.index(2 + STAGES + stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * 32, 32, dim=0)
     logits = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
     d_weights = warpgroup_mma(v, d_out.permute((1, 0)), nothing, use_acc=False, is_async=True)
     return logits, d_weights
@@ -38,14 +50,13 @@ def _start_products(k, v, q_shared, d_out_shared, stage, WARPGROUP: gl.constexpr
 
 @gluon.jit
 def _consume_tile(
-    tile, item, count, descriptors, buffers, staging, barriers, acc_ptr, scale, scale_log2, sizes,
+    tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
 ):  # fmt: skip
     """Half of the columns of one tile's dK and dV, and of the dQ of every tile of queries that sees it."""
     _, _, _, _, _, _, d_k_desc, d_v_desc = descriptors
-    q_shared, k_shared, v_shared, d_out_shared, stats_shared = buffers
+    tiles, stats_shared, barriers = shared
     weights_shared, d_logits_shared = staging
-    k_full, v_full, kv_empty, q_full, d_out_full, stage_empty = barriers
     _, _, _, query_tiles, _, key_length, kv_heads, kv_group, low, high = sizes
     DTYPE: gl.constexpr = d_k_desc.dtype
     HALF: gl.constexpr = BLOCK_D // 2
@@ -57,28 +68,27 @@ def _consume_tile(
         first, first + KEYS - 1, query_tiles * QUERIES, -high, -low, begin, end, QUERIES, HAS_HIGH, HAS_LOW
     )
     uncut_begin = gl.where(first + KEYS > key_length, end, uncut_begin)
-    k = k_shared.index(0).reshape([KEYS, BLOCK_D])
-    v = v_shared.index(0).reshape([KEYS, BLOCK_D])
-    own_k = k.slice(WARPGROUP * HALF, HALF, dim=1)
     d_k = gl.zeros([KEYS, HALF], gl.float32, GRADIENT)
     d_v = gl.zeros([KEYS, HALF], gl.float32, GRADIENT)
     no_gradient = gl.zeros([QUERIES, HALF], gl.float32, GRADIENT)
-    mbarrier.wait(k_full.index(0), item & 1)
-    mbarrier.wait(v_full.index(0), item & 1)
+    mbarrier.wait(barriers.index(K_FULL), item & 1)
+    mbarrier.wait(barriers.index(V_FULL), item & 1)
     tma.store_wait(0)  # dK and dV of the tile before leave from the memory of P and dS
     named_barrier_sync(MEETING_POINT, 256)
 
     steps = (end - begin) * kv_group
     i_tile = begin
     head_row = batch_kv_head * kv_group * query_tiles
-    mbarrier.wait(q_full.index(count % STAGES), count // STAGES & 1)
-    mbarrier.wait(d_out_full.index(count % STAGES), count // STAGES & 1)
-    logits, d_weights = _start_products(k, v, q_shared, d_out_shared, count % STAGES, WARPGROUP, BLOCK_D)
+    mbarrier.wait(barriers.index(FIRST_STAGE + count % STAGES), count // STAGES & 1)
+    mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + count % STAGES), count // STAGES & 1)
+    logits, d_weights = _start_products(tiles, 0, count % STAGES, WARPGROUP, BLOCK_D, STAGES)
     logits = warpgroup_mma_wait(1, deps=(logits,))
     for step in range(steps):
         # Handed from step to step: the finished `logits` of this tile, and `d_weights`, still being made.
         stage = count % STAGES
         pair = count % 2
+        # 0, but not to the compiler: else it would make wgmma's descriptors of K and V before the loop and run out of registers for them.
+        origin = count >> 30
         lse = load_statistics(stats_shared, stage, WARPGROUP, 32, COLUMNS)
         if HAS_HIGH:
             cut = i_tile < uncut_begin
@@ -100,8 +110,9 @@ def _consume_tile(
         named_barrier_sync(MEETING_POINT, 256)
 
         left = d_logits_shared.index(pair)  # [64 keys, 64 queries]
-        q = q_shared.index(stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
-        d_out = d_out_shared.index(stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
+        q = tiles.index(2 + stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
+        d_out = tiles.index(2 + STAGES + stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
+        own_k = tiles.index(origin).reshape([KEYS, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
         d_q = warpgroup_mma(left.permute((1, 0)), own_k, no_gradient, use_acc=False, is_async=True)  # [64, HALF]
         d_v = warpgroup_mma(weights_shared.index(pair), d_out, d_v, is_async=True)  # [64, HALF]
         d_k = warpgroup_mma(left, q, d_k, is_async=True)  # [64, HALF]
@@ -114,18 +125,18 @@ def _consume_tile(
         count += 1
         next_stage = count % STAGES
         more = step + 1 < steps
-        mbarrier.wait(q_full.index(next_stage), count // STAGES & 1, pred=more)
-        mbarrier.wait(d_out_full.index(next_stage), count // STAGES & 1, pred=more)
-        logits, d_weights = _start_products(k, v, q_shared, d_out_shared, next_stage, WARPGROUP, BLOCK_D)
+        mbarrier.wait(barriers.index(FIRST_STAGE + next_stage), count // STAGES & 1, pred=more)
+        mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + next_stage), count // STAGES & 1, pred=more)
+        logits, d_weights = _start_products(tiles, origin, next_stage, WARPGROUP, BLOCK_D, STAGES)
         d_v, d_k = warpgroup_mma_wait(2, deps=(d_v, d_k))
-        mbarrier.arrive(stage_empty.index(stage), count=1)
+        mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
         logits = warpgroup_mma_wait(1, deps=(logits,))
         i_tile += 1
         next_head = i_tile == end
         head_row = gl.where(next_head, head_row + query_tiles, head_row)
         i_tile = gl.where(next_head, begin, i_tile)
     logits = warpgroup_mma_wait(0, deps=(d_weights,))  # started for a tile that does not come
-    mbarrier.arrive(kv_empty.index(0), count=1)
+    mbarrier.arrive(barriers.index(KV_EMPTY), count=1)
 
     # Out: the one warpgroup through the memory of P, the other through that of dS, when both have read them.
     named_barrier_sync(MEETING_POINT, 256)
@@ -148,7 +159,7 @@ def _consume_tile(
 
 @gluon.jit
 def _consume(
-    descriptors, buffers, staging, barriers, acc_ptr, table_ptr, scale, scale_log2, sizes,
+    descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
@@ -160,13 +171,13 @@ def _consume(
             tile = scheduled_tile(table_ptr, item, items, tiles, True)
             if tile >= 0:
                 count = _consume_tile(
-                    tile, item, count, descriptors, buffers, staging, barriers, acc_ptr, scale, scale_log2, sizes,
+                    tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
                     WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
                 )  # fmt: skip
     else:
         nothing_yet = gl.to_tensor(0)
         _consume_tile(
-            only_tile(sizes, HAS_HIGH), 0, nothing_yet, descriptors, buffers, staging, barriers, acc_ptr, scale, scale_log2, sizes,
+            only_tile(sizes, HAS_HIGH), 0, nothing_yet, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
             WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
         )  # fmt: skip
     tma.store_wait(0)
@@ -184,44 +195,27 @@ def attention_backward_wide_kernel(
 ):  # fmt: skip
     """`attention_backward_kernel` with 64 keys a program and 64 queries a tile; a piece of the accumulator is [64, BLOCK_D / 2]."""
     DTYPE: gl.constexpr = q_desc.dtype
-    q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, QUERIES, BLOCK_D], q_desc.layout)
-    d_out_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, QUERIES, BLOCK_D], d_out_desc.layout)
-    k_shared = gl.allocate_shared_memory(DTYPE, [1, 1, 1, KEYS, BLOCK_D], k_desc.layout)
-    v_shared = gl.allocate_shared_memory(DTYPE, [1, 1, 1, KEYS, BLOCK_D], v_desc.layout)
+    tiles_shared = gl.allocate_shared_memory(DTYPE, [2 + 2 * STAGES, 1, 1, QUERIES, BLOCK_D], q_desc.layout)
     stats_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * QUERIES], stats_desc.layout)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
     weights_shared = gl.allocate_shared_memory(DTYPE, [2, KEYS, QUERIES], TILE)
     d_logits_shared = gl.allocate_shared_memory(DTYPE, [2, KEYS, QUERIES], TILE)
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    d_out_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_full.index(0), count=1)
-    mbarrier.init(v_full.index(0), count=1)
-    mbarrier.init(kv_empty.index(0), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(d_out_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)
-    fence_async_shared()
+    barriers = make_barriers(STAGES)
 
     descriptors = (q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc)
-    buffers = (q_shared, k_shared, v_shared, d_out_shared, stats_shared)
+    shared = (tiles_shared, stats_shared, barriers)
     staging = (weights_shared, d_logits_shared)
-    barriers = (k_full, v_full, kv_empty, q_full, d_out_full, stage_empty)
     sizes = (items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, low, high)
     gl.warp_specialize(
         [
             (_consume, (
-                descriptors, buffers, staging, barriers, acc_ptr, table_ptr, scale, scale_log2, sizes,
+                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
                 0, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
             (_consume, (
-                descriptors, buffers, staging, barriers, acc_ptr, table_ptr, scale, scale_log2, sizes,
+                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
                 1, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
             (produce, (
-                descriptors, buffers, barriers, table_ptr, sizes,
+                descriptors, shared, table_ptr, sizes,
                 KEYS, QUERIES, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
         ],
         [4, 1],

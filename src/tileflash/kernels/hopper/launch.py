@@ -92,13 +92,12 @@ def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool) 
     """The backward kernel for a padded head dimension; `grouped`: several query heads share a K/V head."""
     configuration = BACKWARD[head_dim, band != "full"]
     query_box = Box.of_rows(configuration.block_m, head_dim, dtype)
-    key_box = Box.of_rows(64, head_dim, dtype)
     wide = configuration.keys == 64
-    gradient_box = Box.of_rows(64, head_dim // 2, dtype) if wide else key_box
+    gradient_box = Box.of_rows(64, head_dim // 2 if wide else head_dim, dtype)
     boxes = {
         "q_desc": query_box,
-        "k_desc": key_box,
-        "v_desc": key_box,
+        "k_desc": query_box,  # keys come in tiles of the same size
+        "v_desc": query_box,
         "d_out_desc": query_box,
         "stats_desc": Box.flat(1, 2 * configuration.block_m),
         "acc_desc": Box.flat(16, 256),
