@@ -22,7 +22,17 @@ from tileflash.kernels.compat_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tileflash.kernels.hopper.attention_backward_producer import load_statistics, only_tile, produce, query_tiles_of
+from tileflash.kernels.hopper.attention_backward_producer import (
+    FIRST_STAGE,
+    K_FULL,
+    KV_EMPTY,
+    V_FULL,
+    load_statistics,
+    make_barriers,
+    only_tile,
+    produce,
+    query_tiles_of,
+)
 from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, unmasked_tiles
 
 KEYS = gl.constexpr(128)  # of a program
@@ -30,28 +40,39 @@ MEETING_POINT = gl.constexpr(10)  # the hardware barrier at which both warpgroup
 
 
 @gluon.jit
-def _times_transposed(rows, ring, stage, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, LOGITS: gl.constexpr):
-    """Starts rows [64, BLOCK_D] times the transposed tile at `stage` of Q or dO: [64, BLOCK_M]."""
-    tile = ring.index(stage).reshape([BLOCK_M, BLOCK_D])
-    nothing = gl.zeros([64, BLOCK_M], gl.float32, LOGITS)
-    return warpgroup_mma(rows, tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+def _keys(tiles, first_tile, HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """64 of the program's 128 rows of K or V: two tiles of 64 rows, or one of 128."""
+    if BLOCK_M == 64:
+        return tiles.index(first_tile + HALF).reshape([64, BLOCK_D])
+    else:
+        return tiles.index(first_tile).reshape([BLOCK_M, BLOCK_D]).slice(HALF * 64, 64, dim=0)
+
+
+@gluon.jit
+def _times_transposed(tiles, first_tile, other, WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Starts this warpgroup's rows of K or V [64, BLOCK_D] times the transposed tile `other` of Q or dO: [64, BLOCK_M]."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    rows = _keys(tiles, first_tile, WARPGROUP, BLOCK_M, BLOCK_D)
+    columns = tiles.index(other).reshape([BLOCK_M, BLOCK_D]).permute((1, 0))
+    return warpgroup_mma(rows, columns, gl.zeros([64, BLOCK_M], gl.float32, LOGITS), use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _step(
-    within, i_row, more, offset, uncut_begin, uncut_end, keys_left, count, logits, d_weights, d_k, d_v, k, v,
-    buffers, staging, barriers, meeting, acc_desc, acc_ptr, scale_log2, sizes,
+    within, i_row, more, offset, uncut_begin, uncut_end, keys_left, count, logits, d_weights, d_k, d_v,
+    shared, staging, meeting, acc_desc, acc_ptr, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries. Handed from step to step: with PREFETCH 1 the finished `logits` of this tile, with 2 also `d_weights`, still
     being made. More would be faster on paper, but what is in flight when dQ needs its registers makes ptxas serialise all wgmma."""
-    q_shared, k_shared, _, d_out_shared, stats_shared = buffers
+    tiles, stats_shared, barriers = shared
     d_logits_shared, d_q_shared = staging
-    _, _, _, q_full, d_out_full, stage_empty = barriers
-    d_logits_full, d_logits_empty = meeting
     low, high = sizes[8], sizes[9]
-    DTYPE: gl.constexpr = k.dtype
+    DTYPE: gl.constexpr = tiles.dtype
+    PARTS: gl.constexpr = KEYS // BLOCK_M  # tiles that K and V take each; Q's come after them, then dO's
+    Q: gl.constexpr = 2 * PARTS
+    D_OUT: gl.constexpr = 2 * PARTS + STAGES
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     D_QUERY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -62,15 +83,19 @@ def _step(
     pair = count % 2  # which of the two dS buffers
     next_stage = (count + 1) % STAGES
     next_phase = (count + 1) // STAGES & 1
-    q = q_shared.index(stage).reshape([BLOCK_M, BLOCK_D])
-    d_out = d_out_shared.index(stage).reshape([BLOCK_M, BLOCK_D])
+    q = tiles.index(Q + stage).reshape([BLOCK_M, BLOCK_D])
+    d_out = tiles.index(D_OUT + stage).reshape([BLOCK_M, BLOCK_D])
+    # 0, but not to the compiler: else it would make wgmma's descriptors of K and V before the loop and run out of registers for them.
+    origin = count >> 30
 
     if PREFETCH == 0:
-        mbarrier.wait(q_full.index(stage), phase)
-        logits = _times_transposed(k, q_shared, stage, BLOCK_M, BLOCK_D, LOGITS)  # [64, BLOCK_M]
-        mbarrier.wait(d_out_full.index(stage), phase)
+        mbarrier.wait(barriers.index(FIRST_STAGE + stage), phase)
+        logits = _times_transposed(tiles, origin, Q + stage, WARPGROUP, BLOCK_M, BLOCK_D)  # [64, BLOCK_M]
+        mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + stage), phase)
     if PREFETCH < 2:
-        d_weights = _times_transposed(v, d_out_shared, stage, BLOCK_M, BLOCK_D, LOGITS)  # [64, BLOCK_M]
+        d_weights = _times_transposed(
+            tiles, origin + PARTS, D_OUT + stage, WARPGROUP, BLOCK_M, BLOCK_D
+        )  # [64, BLOCK_M]
     lse = load_statistics(stats_shared, stage, 0, BLOCK_M, QUERIES)
     if PREFETCH == 0:
         logits = warpgroup_mma_wait(1, deps=(logits,))
@@ -88,9 +113,9 @@ def _step(
     fp32_weights = gl.exp2(logits * scale_log2 - lse[None, :])  # P: [64, BLOCK_M]
     # A wait for an mbarrier ends the basic block, which keeps the exponentials above the wait for wgmma (see the forward kernel).
     if DQ_BY_TMA:
-        mbarrier.wait(d_logits_empty.index(pair), (count // 2 & 1) ^ 1)
+        mbarrier.wait(meeting.index(2 + pair), (count // 2 & 1) ^ 1)
     else:
-        mbarrier.wait(d_out_full.index(stage), phase)  # long since complete
+        mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + stage), phase)  # long since complete
     delta = load_statistics(stats_shared, stage, 1, BLOCK_M, QUERIES)
     d_weights, fp32_weights = warpgroup_mma_wait(0, deps=(d_weights, fp32_weights))
     weights = gl.convert_layout(fp32_weights.to(DTYPE), FACTOR)
@@ -99,15 +124,15 @@ def _step(
     d_v = warpgroup_mma(weights, d_out, d_v, is_async=True)  # [64, BLOCK_D]
     fence_async_shared()
     if DQ_BY_TMA:
-        mbarrier.arrive(d_logits_full.index(pair), count=1)
-        mbarrier.wait(d_logits_full.index(pair), count // 2 & 1)
+        mbarrier.arrive(meeting.index(pair), count=1)
+        mbarrier.wait(meeting.index(pair), count // 2 & 1)
     else:
         named_barrier_sync(MEETING_POINT, 256)
 
     # This warpgroup's half of dQ over all 128 keys: 64 columns where the tile has 64 queries, else 64 queries. [64, 64]
     nothing = gl.zeros([64, 64], gl.float32, D_QUERY)
-    k_0 = k_shared.index(0).reshape([64, BLOCK_D])
-    k_1 = k_shared.index(1).reshape([64, BLOCK_D])
+    k_0 = _keys(tiles, origin, 0, BLOCK_M, BLOCK_D)
+    k_1 = _keys(tiles, origin, 1, BLOCK_M, BLOCK_D)
     if BLOCK_M == 64:
         left_0 = d_logits_shared.index(pair * 2)
         left_1 = d_logits_shared.index(pair * 2 + 1)
@@ -121,7 +146,7 @@ def _step(
     d_k = warpgroup_mma(gl.convert_layout(d_logits, FACTOR), q, d_k, is_async=True)  # [64, BLOCK_D]
     d_v, d_q = warpgroup_mma_wait(1, deps=(d_v, d_q))
     if DQ_BY_TMA:
-        mbarrier.arrive(d_logits_empty.index(pair), count=1)
+        mbarrier.arrive(meeting.index(2 + pair), count=1)
     # The accumulator is in the order in which threads hold it, so that nothing is shuffled and all accesses are 16 bytes wide.
     piece = i_row * 2 + WARPGROUP
     d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
@@ -139,35 +164,37 @@ def _step(
     # The next tile is started only now that dQ has left its registers.
     if PREFETCH == 0:
         d_k = warpgroup_mma_wait(0, deps=(d_k,))
-        mbarrier.arrive(stage_empty.index(stage), count=1)
+        mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
     else:
-        mbarrier.wait(q_full.index(next_stage), next_phase, pred=more)
-        logits = _times_transposed(k, q_shared, next_stage, BLOCK_M, BLOCK_D, LOGITS)
+        mbarrier.wait(barriers.index(FIRST_STAGE + next_stage), next_phase, pred=more)
+        logits = _times_transposed(tiles, origin, Q + next_stage, WARPGROUP, BLOCK_M, BLOCK_D)
         if PREFETCH == 2:
-            mbarrier.wait(d_out_full.index(next_stage), next_phase, pred=more)
-            d_weights = _times_transposed(v, d_out_shared, next_stage, BLOCK_M, BLOCK_D, LOGITS)
+            mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + next_stage), next_phase, pred=more)
+            d_weights = _times_transposed(tiles, origin + PARTS, D_OUT + next_stage, WARPGROUP, BLOCK_M, BLOCK_D)
             d_k = warpgroup_mma_wait(2, deps=(d_k,))
-            mbarrier.arrive(stage_empty.index(stage), count=1)
+            mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
             logits = warpgroup_mma_wait(1, deps=(logits,))
         else:
             d_k = warpgroup_mma_wait(1, deps=(d_k,))
-            mbarrier.arrive(stage_empty.index(stage), count=1)
-            mbarrier.wait(d_out_full.index(next_stage), next_phase, pred=more)
+            mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
+            mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + next_stage), next_phase, pred=more)
             logits = warpgroup_mma_wait(0, deps=(logits,))
     return logits, d_weights, d_k, d_v
 
 
 @gluon.jit
 def _consume_tile(
-    tile, item, count, descriptors, buffers, staging, barriers, meeting, acc_ptr, scale, scale_log2, sizes,
+    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
 ):  # fmt: skip
     """64 of a tile's 128 keys: their dK and dV, and half of the dQ of every tile of queries that sees the 128."""
     _, _, _, _, _, acc_desc, d_k_desc, d_v_desc = descriptors
-    q_shared, k_shared, v_shared, d_out_shared, _ = buffers
+    tiles, _, barriers = shared
     d_logits_shared, d_q_shared = staging
-    k_full, v_full, kv_empty, q_full, d_out_full, _ = barriers
+    PARTS: gl.constexpr = KEYS // BLOCK_M
+    Q: gl.constexpr = 2 * PARTS
+    D_OUT: gl.constexpr = 2 * PARTS + STAGES
     _, _, _, query_tiles, _, key_length, kv_heads, kv_group, low, high = sizes
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -181,27 +208,25 @@ def _consume_tile(
     uncut_begin = gl.where(own_first + 64 > key_length, end, uncut_begin) - begin
     uncut_end -= begin
     offset = own_first - begin * BLOCK_M
-    k = k_shared.index(WARPGROUP).reshape([64, BLOCK_D])
-    v = v_shared.index(WARPGROUP).reshape([64, BLOCK_D])
     d_k = gl.zeros([64, BLOCK_D], gl.float32, GRADIENT)
     d_v = gl.zeros([64, BLOCK_D], gl.float32, GRADIENT)
     logits = gl.zeros([64, BLOCK_M], gl.float32, LOGITS)
     d_weights = logits
-    mbarrier.wait(k_full.index(0), item & 1)
+    mbarrier.wait(barriers.index(K_FULL), item & 1)
     if PREFETCH > 0:
         stage = count % STAGES
         phase = count // STAGES & 1
-        mbarrier.wait(q_full.index(stage), phase)
-        logits = _times_transposed(k, q_shared, stage, BLOCK_M, BLOCK_D, LOGITS)
-        mbarrier.wait(v_full.index(0), item & 1)
-        mbarrier.wait(d_out_full.index(stage), phase)
+        mbarrier.wait(barriers.index(FIRST_STAGE + stage), phase)
+        logits = _times_transposed(tiles, 0, Q + stage, WARPGROUP, BLOCK_M, BLOCK_D)
+        mbarrier.wait(barriers.index(V_FULL), item & 1)
+        mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + stage), phase)
         if PREFETCH == 2:
-            d_weights = _times_transposed(v, d_out_shared, stage, BLOCK_M, BLOCK_D, LOGITS)
+            d_weights = _times_transposed(tiles, PARTS, D_OUT + stage, WARPGROUP, BLOCK_M, BLOCK_D)
             logits = warpgroup_mma_wait(1, deps=(logits,))
         else:
             logits = warpgroup_mma_wait(0, deps=(logits,))
     else:
-        mbarrier.wait(v_full.index(0), item & 1)
+        mbarrier.wait(barriers.index(V_FULL), item & 1)
     if not DQ_BY_TMA:
         tma.store_wait(0)  # dK and dV of the tile before leave from the memory of dS
         thread_barrier()
@@ -219,7 +244,7 @@ def _consume_tile(
             within = step
         logits, d_weights, d_k, d_v = _step(
             within, first_row + within, step + 1 < steps, offset, uncut_begin, uncut_end, key_length - own_first, count + step,
-            logits, d_weights, d_k, d_v, k, v, buffers, staging, barriers, meeting, acc_desc, acc_ptr, scale_log2, sizes,
+            logits, d_weights, d_k, d_v, shared, staging, meeting, acc_desc, acc_ptr, scale_log2, sizes,
             WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA,
         )  # fmt: skip
         if GROUPED:
@@ -229,7 +254,7 @@ def _consume_tile(
     if PREFETCH == 2:
         logits = warpgroup_mma_wait(0, deps=(d_weights,))  # started for a tile that does not come
     count += steps
-    mbarrier.arrive(kv_empty.index(0), count=1)
+    mbarrier.arrive(barriers.index(KV_EMPTY), count=1)
 
     # Out through this warpgroup's staging of dQ (one tile at a time), or through the dS buffer that is free (both at once).
     at = [batch_kv_head // kv_heads, batch_kv_head % kv_heads, own_first, 0]
@@ -259,7 +284,7 @@ def _consume_tile(
 
 @gluon.jit
 def _consume(
-    descriptors, buffers, staging, barriers, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes,
+    descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr,
@@ -272,13 +297,13 @@ def _consume(
             tile = scheduled_tile(table_ptr, item, items, tiles, True)
             if tile >= 0:
                 count = _consume_tile(
-                    tile, item, count, descriptors, buffers, staging, barriers, meeting, acc_ptr, scale, scale_log2, sizes,
+                    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
                     WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
                 )  # fmt: skip
     else:
         _consume_tile(
             only_tile(sizes, HAS_HIGH), 0, gl.to_tensor(0),
-            descriptors, buffers, staging, barriers, meeting, acc_ptr, scale, scale_log2, sizes,
+            descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
             WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
         )  # fmt: skip
     tma.store_wait(0)
@@ -303,10 +328,8 @@ def attention_backward_kernel(
     [64, 64], two pieces a tile of queries. `table_ptr` [items, programs] is read by persistent programs only.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    q_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    d_out_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], d_out_desc.layout)
-    k_shared = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, BLOCK_D], k_desc.layout)
-    v_shared = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, BLOCK_D], v_desc.layout)
+    TILES: gl.constexpr = 2 * KEYS // BLOCK_M + 2 * STAGES
+    tiles_shared = gl.allocate_shared_memory(DTYPE, [TILES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     stats_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * BLOCK_M], stats_desc.layout)
     D_LOGITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     d_logits_shared = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], D_LOGITS)
@@ -314,42 +337,26 @@ def attention_backward_kernel(
         d_q_shared = gl.allocate_shared_memory(gl.float32, [2, 16, 256], acc_desc.layout)
     else:
         d_q_shared = d_logits_shared
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    d_out_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    d_logits_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    d_logits_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_full.index(0), count=1)
-    mbarrier.init(v_full.index(0), count=1)
-    mbarrier.init(kv_empty.index(0), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(d_out_full.index(i), count=1)
-        mbarrier.init(stage_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(d_logits_full.index(i), count=2)
-        mbarrier.init(d_logits_empty.index(i), count=2)
+    barriers = make_barriers(STAGES)
+    meeting = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())  # dS is there; dS has been read
+    for i in gl.static_range(4):
+        mbarrier.init(meeting.index(i), count=2)
     fence_async_shared()
 
     descriptors = (q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc)
-    buffers = (q_shared, k_shared, v_shared, d_out_shared, stats_shared)
+    shared = (tiles_shared, stats_shared, barriers)
     staging = (d_logits_shared, d_q_shared)
-    barriers = (k_full, v_full, kv_empty, q_full, d_out_full, stage_empty)
-    meeting = (d_logits_full, d_logits_empty)
     sizes = (items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, low, high)
     gl.warp_specialize(
         [
             (_consume, (
-                descriptors, buffers, staging, barriers, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 0, BLOCK_M, BLOCK_D, STAGES,
+                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 0, BLOCK_M, BLOCK_D, STAGES,
                 HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT)),
             (_consume, (
-                descriptors, buffers, staging, barriers, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 1, BLOCK_M, BLOCK_D, STAGES,
+                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 1, BLOCK_M, BLOCK_D, STAGES,
                 HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT)),
             (produce, (
-                descriptors, buffers, barriers, table_ptr, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+                descriptors, shared, table_ptr, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
         ],
         [4, 1],
         [240, 24],
