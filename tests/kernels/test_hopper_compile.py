@@ -15,10 +15,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 TRITON_36 = Path(sys.prefix) / "triton-3.6.0"
 SHARED_LIMIT_BYTES = 227 * 1024
-# Stores and loads together, most of them outside the loops. What a consumer keeps per tile of keys fills its 240 registers; the forward
-# kernels have room.
-SPILL_LIMIT_BYTES = {("forward", 64): 0, ("forward", 128): 0, ("forward", 256): 0}
-BACKWARD_SPILL_LIMIT_BYTES = 512
+# Stores and loads together, all outside the loops but for masked tiles.
+SPILL_LIMIT_BYTES = {("backward", 64): 128, ("backward", 128): 128}
 # Products in the loop and before it, for each of the consumer warpgroups: fewer would mean that some went to FMA units.
 LEAST_WGMMA = {
     ("forward", 64): 3 * 24, ("forward", 128): 2 * 32, ("forward", 256): 2 * 40,
@@ -59,7 +57,7 @@ def test_shipped_configurations_fit_the_hardware(dtype: str, reports: dict[str, 
         name = f"{report}"
         key = (report["kernel"].split(",")[0], report["head_dim"])
         assert report["shared_bytes"] <= SHARED_LIMIT_BYTES, name
-        assert report["spill_bytes"] <= SPILL_LIMIT_BYTES.get(key, BACKWARD_SPILL_LIMIT_BYTES), name
+        assert report["spill_bytes"] <= SPILL_LIMIT_BYTES.get(key, 0), name
         assert report["serialised"] == 0, f"ptxas serialised wgmma: {name}"
         assert report["wgmma"] >= LEAST_WGMMA[key], f"products are missing: {name}"
         assert report["named_barriers"] == NAMED_BARRIERS.get(key, 0), name

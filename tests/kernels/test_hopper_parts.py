@@ -11,6 +11,7 @@ from tileflash.attention.band import Band
 from tileflash.kernels.hopper import configurations
 from tileflash.kernels.hopper.attention import _Seen
 from tileflash.kernels.hopper.attention_backward_ends import finish_kernel, prepare_kernel
+from tileflash.kernels.hopper.launch import forward_call
 from tileflash.kernels.hopper.schedule import _dealt_in_rows, heads_in_l2, longest_first, visible_counts
 
 BOUNDS = [None, -7, -3, -1, 0, 1, 4, 9]
@@ -67,12 +68,16 @@ def test_heads_that_share_the_cache() -> None:
 
 
 def test_a_configuration_that_does_not_fit_is_found_before_the_compiler_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
-    configurations.check_configurations()
     key = (128, True)
     too_deep = dataclasses.replace(configurations.FORWARD[key], stages=4)
     monkeypatch.setitem(configurations.FORWARD, key, too_deep)
     with pytest.raises(ValueError, match="stages=4"):
-        configurations.check_configurations()
+        forward_call(128, torch.bfloat16, "high")
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(1, 64), (64, 64), (65, 128), (128, 128), (136, 256), (256, 256)])
+def test_head_dimensions_are_padded_to_the_next_that_is_there(head_dim: int, padded: int) -> None:
+    assert configurations.padded_head_dim(head_dim) == padded
 
 
 @pytest.mark.parametrize(("block_m", "head_dim", "block_d"), [(128, 40, 64), (64, 128, 128), (64, 200, 256)])

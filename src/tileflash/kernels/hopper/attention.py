@@ -12,7 +12,7 @@ from torch import Tensor
 from tileflash.kernels.compat import PreparedLaunch
 from tileflash.kernels.compat_gluon import DescribedTensor, PreparedDescriptorLaunch
 from tileflash.kernels.hopper.attention_backward_ends import finish_kernel, prepare_kernel
-from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, check_configurations, padded_head_dim
+from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, padded_head_dim
 from tileflash.kernels.hopper.launch import Band, Box, backward_call, forward_call
 from tileflash.kernels.hopper.schedule import heads_in_l2, longest_first, visible_counts
 from tileflash.kernels.triton import attention as portable
@@ -26,8 +26,6 @@ _forward_launches: dict[Any, Any] = {}
 _backward_launches: dict[Any, Any] = {}
 _MOST_LAUNCHES = 4096
 _schedules: dict[Any, Tensor] = {}
-
-check_configurations()
 
 
 @dataclass(frozen=True)

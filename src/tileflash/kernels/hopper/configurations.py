@@ -11,6 +11,7 @@ import torch
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next of these: TMA reads columns that are not there as 0
 SHARED_LIMIT_BYTES = 227 * 1024
+_BARRIER_BYTES = 1024  # at most
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ FORWARD: dict[tuple[int, bool], ForwardConfiguration] = {
 
 BACKWARD: dict[tuple[int, bool], BackwardConfiguration] = {
     (64, False): BackwardConfiguration(128, 2, prefetch=1, dq_by_tma=False, persistent=False),
-    (64, True): BackwardConfiguration(128, 2, prefetch=1, dq_by_tma=False, persistent=False),
+    (64, True): BackwardConfiguration(128, 3, prefetch=1, dq_by_tma=False, persistent=True),
     (128, False): BackwardConfiguration(64, 2, prefetch=2, dq_by_tma=True, persistent=False),
     (128, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=True, persistent=True),
     (256, False): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=False, persistent=False, keys=64),
@@ -82,18 +83,13 @@ def padded_head_dim(head_dim: int) -> int:
     return next(size for size in HEAD_DIMS if head_dim <= size)
 
 
-def check_configurations() -> None:
+def check_configuration(configuration: ForwardConfiguration | BackwardConfiguration, head_dim: int) -> None:
     """A shape that does not fit aborts the process inside the compiler, so look before. Raises ValueError."""
-    every: list[tuple[tuple[int, bool], ForwardConfiguration | BackwardConfiguration]] = [
-        *FORWARD.items(),
-        *BACKWARD.items(),
-    ]
-    for (head_dim, banded), configuration in every:
-        used = configuration.shared_bytes(head_dim)
-        if used + 1024 > SHARED_LIMIT_BYTES:
-            raise ValueError(f"{configuration} for head dimension {head_dim}, banded {banded}: {used} bytes of tiles")
-        if configuration.block_m % 64:
-            raise ValueError(f"{configuration}: a warpgroup has 64 query rows")
+    used = configuration.shared_bytes(head_dim)
+    if used + _BARRIER_BYTES > SHARED_LIMIT_BYTES:
+        raise ValueError(f"{configuration} for head dimension {head_dim} takes {used} bytes of shared memory for tiles")
+    if configuration.block_m % 64:
+        raise ValueError(f"{configuration}: a warpgroup has 64 query rows")
 
 
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}

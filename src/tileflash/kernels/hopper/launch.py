@@ -11,7 +11,7 @@ from tileflash.kernels.compat_gluon import gl
 from tileflash.kernels.hopper.attention_backward import attention_backward_kernel
 from tileflash.kernels.hopper.attention_backward_wide import attention_backward_wide_kernel
 from tileflash.kernels.hopper.attention_forward import attention_forward_kernel
-from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES
+from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES, check_configuration
 
 # Which edges of the band a kernel knows. "full" has no mask at all and needs whole tiles of keys; "high" masks beyond the upper edge and
 # beyond the last key; "window" masks both edges.
@@ -69,6 +69,7 @@ class KernelCall:
 def forward_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
     """The forward kernel for a padded head dimension."""
     configuration = FORWARD[head_dim, band != "full"]
+    check_configuration(configuration, head_dim)
     query_box = Box.of_rows(64, head_dim, dtype)
     key_box = Box.of_rows(configuration.block_n, head_dim, dtype)
     return KernelCall(
@@ -91,6 +92,7 @@ def forward_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
 def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool) -> KernelCall:
     """The backward kernel for a padded head dimension; `grouped`: several query heads share a K/V head."""
     configuration = BACKWARD[head_dim, band != "full"]
+    check_configuration(configuration, head_dim)
     query_box = Box.of_rows(configuration.block_m, head_dim, dtype)
     wide = configuration.keys == 64
     gradient_box = Box.of_rows(64, head_dim // 2 if wide else head_dim, dtype)
