@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
+    "LAUNCH_OPTIONS",
     "DescribedTensor",
     "GluonASTSource",
     "PreparedDescriptorLaunch",
@@ -37,12 +38,21 @@ __all__ = [
     "mbarrier",
     "reinterpret",
     "thread_barrier",
-    "tma",
+    "tma_load",
     "tma_reduce_add",
+    "tma_store",
+    "tma_store_wait",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
 
+# A partition is one warpgroup; more make waits for wgmma wrong (triton#11047). The softmax counts on s * scale - m being one instruction,
+# which from Triton 3.10 on is so only where asked for.
+LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+# TMA's copies have the longer names until Triton 3.6 and the shorter ones since; both live side by side for a while.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
 # A barrier of the threads of one partition, by its name until Triton 3.6 and since 3.7.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
@@ -121,7 +131,7 @@ class PreparedDescriptorLaunch:
                 for tensor, (shape, strides, block_shape, layout) in zip(tensors, self.described, strict=True)
             ]
             self.compiled = self.kernel[(self.grid_size,)](
-                *descriptors, *pointers, *self.scalars, **self.constants, num_warps=4
+                *descriptors, *pointers, *self.scalars, **self.constants, **LAUNCH_OPTIONS
             )
             self.launcher = _bare_launcher(self.compiled)
             return

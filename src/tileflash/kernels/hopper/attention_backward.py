@@ -17,8 +17,9 @@ from tileflash.kernels.compat_gluon import (
     mbarrier,
     reinterpret,
     thread_barrier,
-    tma,
     tma_reduce_add,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -151,7 +152,7 @@ def _step(
     piece = i_row * 2 + WARPGROUP
     d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     if DQ_BY_TMA:
-        tma.store_wait(0)
+        tma_store_wait(0)
         thread_barrier()
         d_q_shared.index(WARPGROUP).store(d_q.reshape([16, 256]))
         fence_async_shared()
@@ -228,7 +229,7 @@ def _consume_tile(
     else:
         mbarrier.wait(barriers.index(V_FULL), item & 1)
     if not DQ_BY_TMA:
-        tma.store_wait(0)  # dK and dV of the tile before leave from the memory of dS
+        tma_store_wait(0)  # dK and dV of the tile before leave from the memory of dS
         thread_barrier()
 
     # All query heads of the group one after the other, as one loop: what is prefetched at the end of a head is the next one's.
@@ -258,27 +259,27 @@ def _consume_tile(
 
     # Out through this warpgroup's staging of dQ (one tile at a time), or through the dS buffer that is free (both at once).
     at = [batch_kv_head // kv_heads, batch_kv_head % kv_heads, own_first, 0]
-    tma.store_wait(0)
+    tma_store_wait(0)
     thread_barrier()
     if DQ_BY_TMA:
         leaving = reinterpret(d_q_shared.index(WARPGROUP), DTYPE, [1, 1, 64, BLOCK_D], d_k_desc.layout)
         leaving.reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(d_v_desc, at, leaving)
+        tma_store(d_v_desc, at, leaving)
         scaled = (d_k * scale).to(DTYPE)
-        tma.store_wait(0)
+        tma_store_wait(0)
         thread_barrier()
         leaving.reshape([64, BLOCK_D]).store(scaled)
         fence_async_shared()
-        tma.async_copy_shared_to_global(d_k_desc, at, leaving)
+        tma_store(d_k_desc, at, leaving)
     else:
         free = d_logits_shared.index(count % 2 * 2 + WARPGROUP)
         leaving = reinterpret(free, DTYPE, [2, 1, 1, 64, BLOCK_D], d_k_desc.layout)
         leaving.index(0).reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
         leaving.index(1).reshape([64, BLOCK_D]).store((d_k * scale).to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(d_v_desc, at, leaving.index(0))
-        tma.async_copy_shared_to_global(d_k_desc, at, leaving.index(1))
+        tma_store(d_v_desc, at, leaving.index(0))
+        tma_store(d_k_desc, at, leaving.index(1))
     return count
 
 
@@ -306,7 +307,7 @@ def _consume(
             descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
             WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
         )  # fmt: skip
-    tma.store_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit(

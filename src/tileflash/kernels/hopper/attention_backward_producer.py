@@ -7,7 +7,7 @@ K, V, Q and dO lie in one array of tiles, and all barriers in another: a consume
 a register and knows nothing of it, so with an array for each the addresses alone would fill its uniform registers.
 """
 
-from tileflash.kernels.compat_gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma
+from tileflash.kernels.compat_gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
 from tileflash.kernels.hopper.tile import scheduled_tile, visible_tiles
 
 # Places in the array of barriers. From FIRST_STAGE on: Q and statistics have come, by stage; dO has come; the stage is free again.
@@ -78,7 +78,7 @@ def _produce_tile(
     mbarrier.expect(barriers.index(K_FULL), KEYS * BLOCK_D * 2)
     for part in gl.static_range(PARTS):
         k_at = [batch, kv_head, first + part * BLOCK_M, 0]
-        tma.async_copy_global_to_shared(k_desc, k_at, barriers.index(K_FULL), tiles.index(part))
+        tma_load(k_desc, k_at, barriers.index(K_FULL), tiles.index(part))
     for member in range(kv_group):
         head = kv_head * kv_group + member
         stats_row = (batch * kv_heads * kv_group + head) * query_tiles
@@ -89,16 +89,16 @@ def _produce_tile(
             mbarrier.wait(barriers.index(FIRST_STAGE + 2 * STAGES + stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(q_full, BLOCK_M * BLOCK_D * 2 + 2 * BLOCK_M * 4)
             q_at = [batch, head, i_tile * BLOCK_M, 0]
-            tma.async_copy_global_to_shared(q_desc, q_at, q_full, tiles.index(2 * PARTS + stage))
+            tma_load(q_desc, q_at, q_full, tiles.index(2 * PARTS + stage))
             stats_at = [stats_row + i_tile, 0]
-            tma.async_copy_global_to_shared(stats_desc, stats_at, q_full, stats_shared.index(stage))
+            tma_load(stats_desc, stats_at, q_full, stats_shared.index(stage))
             if (member == 0) & (i_tile == begin):  # V is wanted after the first Q
                 mbarrier.expect(barriers.index(V_FULL), KEYS * BLOCK_D * 2)
                 for part in gl.static_range(PARTS):
                     v_at = [batch, kv_head, first + part * BLOCK_M, 0]
-                    tma.async_copy_global_to_shared(v_desc, v_at, barriers.index(V_FULL), tiles.index(PARTS + part))
+                    tma_load(v_desc, v_at, barriers.index(V_FULL), tiles.index(PARTS + part))
             mbarrier.expect(d_out_full, BLOCK_M * BLOCK_D * 2)
-            tma.async_copy_global_to_shared(d_out_desc, q_at, d_out_full, tiles.index(2 * PARTS + STAGES + stage))
+            tma_load(d_out_desc, q_at, d_out_full, tiles.index(2 * PARTS + STAGES + stage))
             count += 1
     return count
 

@@ -12,7 +12,8 @@ from tileflash.kernels.compat_gluon import (
     mbarrier,
     reinterpret,
     thread_barrier,
-    tma,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -73,7 +74,7 @@ def _consume_tile(
     no_gradient = gl.zeros([QUERIES, HALF], gl.float32, GRADIENT)
     mbarrier.wait(barriers.index(K_FULL), item & 1)
     mbarrier.wait(barriers.index(V_FULL), item & 1)
-    tma.store_wait(0)  # dK and dV of the tile before leave from the memory of P and dS
+    tma_store_wait(0)  # dK and dV of the tile before leave from the memory of P and dS
     named_barrier_sync(MEETING_POINT, 256)
 
     steps = (end - begin) * kv_group
@@ -147,13 +148,13 @@ def _consume_tile(
         leaving = reinterpret(d_logits_shared, DTYPE, [1, 1, KEYS, HALF], d_k_desc.layout)
     leaving.reshape([KEYS, HALF]).store(d_v.to(DTYPE))
     fence_async_shared()
-    tma.async_copy_shared_to_global(d_v_desc, at, leaving)
+    tma_store(d_v_desc, at, leaving)
     scaled = (d_k * scale).to(DTYPE)
-    tma.store_wait(0)
+    tma_store_wait(0)
     thread_barrier()
     leaving.reshape([KEYS, HALF]).store(scaled)
     fence_async_shared()
-    tma.async_copy_shared_to_global(d_k_desc, at, leaving)
+    tma_store(d_k_desc, at, leaving)
     return count
 
 
@@ -180,7 +181,7 @@ def _consume(
             only_tile(sizes, HAS_HIGH), 0, nothing_yet, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
             WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
         )  # fmt: skip
-    tma.store_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit(

@@ -11,7 +11,9 @@ from tileflash.kernels.compat_gluon import (
     gl,
     gluon,
     mbarrier,
-    tma,
+    tma_load,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -50,29 +52,29 @@ def _produce(
             mbarrier.wait(k_empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(k_full.index(stage), TILE_BYTES)
             k_at = [batch, kv_head, (end - 1) * BLOCK_N, 0]
-            tma.async_copy_global_to_shared(k_desc, k_at, k_full.index(stage), k_shared.index(stage))
+            tma_load(k_desc, k_at, k_full.index(stage), k_shared.index(stage))
             for warpgroup in gl.static_range(WARPGROUPS):
                 mbarrier.wait(q_empty.index(warpgroup), (item & 1) ^ 1)
                 mbarrier.expect(q_full.index(warpgroup), 64 * BLOCK_D * 2)
                 q_at = [batch, head, first + warpgroup * 64, 0]
-                tma.async_copy_global_to_shared(q_desc, q_at, q_full.index(warpgroup), q_shared.index(warpgroup))
+                tma_load(q_desc, q_at, q_full.index(warpgroup), q_shared.index(warpgroup))
             for i_tile in range(1, end - begin):
                 next_stage = (count + 1) % STAGES
                 mbarrier.wait(k_empty.index(next_stage), ((count + 1) // STAGES & 1) ^ 1)
                 mbarrier.expect(k_full.index(next_stage), TILE_BYTES)
                 k_at = [batch, kv_head, (end - 1 - i_tile) * BLOCK_N, 0]
-                tma.async_copy_global_to_shared(k_desc, k_at, k_full.index(next_stage), k_shared.index(next_stage))
+                tma_load(k_desc, k_at, k_full.index(next_stage), k_shared.index(next_stage))
                 stage = count % STAGES
                 mbarrier.wait(v_empty.index(stage), (count // STAGES & 1) ^ 1)
                 mbarrier.expect(v_full.index(stage), TILE_BYTES)
                 v_at = [batch, kv_head, (end - i_tile) * BLOCK_N, 0]
-                tma.async_copy_global_to_shared(v_desc, v_at, v_full.index(stage), v_shared.index(stage))
+                tma_load(v_desc, v_at, v_full.index(stage), v_shared.index(stage))
                 count += 1
             stage = count % STAGES
             mbarrier.wait(v_empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
             v_at = [batch, kv_head, begin * BLOCK_N, 0]
-            tma.async_copy_global_to_shared(v_desc, v_at, v_full.index(stage), v_shared.index(stage))
+            tma_load(v_desc, v_at, v_full.index(stage), v_shared.index(stage))
             count += 1
 
 
@@ -235,17 +237,17 @@ def _consume(
                 acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
                 out = out_shared.index(WARPGROUP)
                 if not OUT_IN_Q:
-                    tma.store_wait(0)  # the tile before may still be leaving
+                    tma_store_wait(0)  # the tile before may still be leaving
                 out.reshape([64, BLOCK_D]).store(acc.to(DTYPE))
                 fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [batch, head, own_first, 0], out)
+                tma_store(out_desc, [batch, head, own_first, 0], out)
                 if OUT_IN_Q:
-                    tma.store_wait(0)
+                    tma_store_wait(0)
                     mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
                 count += 1
                 if HAS_LOW:
                     count = _skip_tiles(own_begin - begin, count, barriers, STAGES)
-    tma.store_wait(0)
+    tma_store_wait(0)
 
 
 # Lengths and counts are not specialised: a new length must not mean a new compilation.

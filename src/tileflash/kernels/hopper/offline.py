@@ -20,7 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tileflash.kernels.compat_gluon import GluonASTSource
+from tileflash.kernels.compat_gluon import LAUNCH_OPTIONS, GluonASTSource
 from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES
 from tileflash.kernels.hopper.launch import BANDS, KernelCall, backward_call, forward_call
 
@@ -62,18 +62,22 @@ def compile_offline(call: KernelCall) -> Any:
     signature = {name: call.type_of(name) for name in function.arg_names}
     aligned = [i for i, name in enumerate(function.arg_names) if signature[name][0] == "*" and name != "lse_ptr"]
     source = GluonASTSource(function, signature, call.constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    return triton.compile(source, target=TARGET, options={"num_warps": 4})
+    return triton.compile(source, target=TARGET, options=LAUNCH_OPTIONS)
 
 
 def report(kernel: str, head_dim: int, band: str, dtype: torch.dtype, compiled: Any) -> Report:
     """Assembles the PTX once more, because only `ptxas -v` tells of spills and of wgmma that it had to serialise."""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     ptx = compiled.asm["ptx"]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [str(ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        for ptxas in ("ptxas", "ptxas-blackwell"):  # from Triton 3.9 on the first is too old for what Triton writes
+            command = [str(tools / ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            if run.returncode == 0:
+                break
+    run.check_returncode()
     said = run.stdout + run.stderr
     return Report(
         kernel,

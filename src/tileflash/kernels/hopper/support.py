@@ -32,6 +32,9 @@ def why_not() -> str | None:
     return None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    """The first line of what an error came from: a compiler wraps the reason in a place for each call on the way."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
