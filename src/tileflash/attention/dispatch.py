@@ -21,8 +21,8 @@ from tileflash.attention.problem import AttentionProblem
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        HopperBackend(),
         TritonBackend(),
+        HopperBackend(),
         SdpaCudnnBackend(),
         SdpaFlashBackend(),
         SdpaEfficientBackend(),
