@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tileflash.compare.conclusions import Verdict, conclusion, memory_verdict, speed_verdict
+from tileflash.compare.conclusions import Verdict, conclusion, losses_agree, memory_verdict, speed_verdict
 from tileflash.compare.figures import Comparison, Measured
 from tileflash.compare.texts import texts
 
@@ -178,3 +178,13 @@ def test_chinese_says_the_same(make_comparison: MakeComparison) -> None:
     assert "启用 --flash 后速度为 baseline 的 2.00x" in said
     assert "峰值占用增加 20.0 %" in said
     assert "两者损失一致" in said
+
+
+def test_bfloat16_is_judged_by_the_size_of_the_loss(make_comparison: MakeComparison) -> None:
+    high = make_comparison([2.0], [1.0], losses=((18.0, 4.0, 3.0, 2.0), (18.08, 4.0, 3.0, 2.0)))
+    low = make_comparison([2.0], [1.0], losses=((5.0, 4.0, 3.0, 2.0), (5.08, 4.0, 3.0, 2.0)))
+    assert high.loss_gap is not None
+    assert low.loss_gap is not None
+    assert losses_agree(high.loss_gap, "bfloat16")
+    assert not losses_agree(low.loss_gap, "bfloat16")
+    assert not losses_agree(high.loss_gap, "float32")

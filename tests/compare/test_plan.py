@@ -82,7 +82,11 @@ def test_a_captured_step_is_asked_for_in_both_schemes() -> None:
     setting = Setting("gpt2", 4, 1024, 10, "bfloat16")
     assert all("--cuda-graph" in train_arguments(config, Run(setting, scheme, 1)) for scheme in (BASELINE, FLASH))
     assert "--cuda-graph" in compare_command(config)
-    assert "--cuda-graph" not in train_arguments(CompareConfig(models=("gpt2",)), Run(setting, FLASH, 1))
+    eager = train_arguments(CompareConfig(models=("gpt2",), cuda_graph=False), Run(setting, FLASH, 1))
+    assert "--no-cuda-graph" in eager
+    default = train_arguments(CompareConfig(models=("gpt2",)), Run(setting, FLASH, 1))
+    assert "--cuda-graph" not in default
+    assert "--no-cuda-graph" not in default
 
 
 def test_the_command_that_repeats_it_is_one_that_the_command_line_takes(

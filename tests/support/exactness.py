@@ -71,10 +71,13 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tenso
     return (weights @ values).transpose(1, 2), lse.masked_fill(empty[:, 0], -torch.inf)
 
 
-def assert_within_promise(name: str, actual: Tensor, truth: Tensor, plain: Tensor) -> None:
-    """max|actual - truth| <= 2 max|plain - truth| + one rounding of the largest value; NaN never passes.
+def assert_within_promise(
+    name: str, actual: Tensor, truth: Tensor, plain: Tensor, summed: float = 0, factor: float = 2, noise: float = 0
+) -> None:
+    """max|actual - truth| <= factor * max|plain - truth| + one rounding of the largest value; NaN never passes.
 
-    In fp32 both errors are a few roundings of a sum, and which of the two gets lucky is chance: eight roundings are allowed there.
+    In fp32 both errors are a few roundings of a sum, and which of the two gets lucky is chance: sixteen roundings are allowed there. Where
+    `summed` terms of about 1 cancel each other, the sum's own size says nothing: sqrt(summed) roundings of 1 are allowed then.
     """
     assert actual.shape == truth.shape, f"{name}: shape {list(actual.shape)}, expected {list(truth.shape)}"
     if truth.numel() == 0:
@@ -82,9 +85,10 @@ def assert_within_promise(name: str, actual: Tensor, truth: Tensor, plain: Tenso
     infinite = torch.isinf(truth)
     assert torch.equal(torch.isinf(actual), infinite), f"{name}: -inf in other places than the reference"
     difference = (actual.double() - truth).masked_fill(infinite, 0).abs().max().item()
-    allowed = 2 * (plain.double() - truth).masked_fill(infinite, 0).abs().max().item()
-    rounding = max(torch.finfo(actual.dtype).eps, 8 * torch.finfo(torch.float32).eps)
+    allowed = factor * (plain.double() - truth).masked_fill(infinite, 0).abs().max().item()
+    rounding = max(torch.finfo(actual.dtype).eps, 16 * torch.finfo(torch.float32).eps)
     allowed += rounding * truth.masked_fill(infinite, 0).abs().max().item() + torch.finfo(actual.dtype).tiny
+    allowed += noise + summed**0.5 * torch.finfo(torch.float32).eps
     assert difference <= allowed, f"{name}: error {difference:.3e}, allowed {allowed:.3e}"
 
 

@@ -38,6 +38,14 @@ class Band:
             high = None
         return Band(low, high)
 
+    @staticmethod
+    def packed(causal: Causal, window: tuple[int | None, int | None]) -> Band:
+        """The band of each packed sequence, counted from where its query 0 stands (`shift` in `of`), for lengths are not known here."""
+        left, right = window
+        if causal:
+            right = 0 if right is None else min(right, 0)
+        return Band(None if left is None else -left, right)
+
     @property
     def is_full(self) -> bool:
         """Every query sees every key."""

@@ -1,8 +1,6 @@
-"""The visible order of backends, the choice among them, and `explain`."""
+"""The visible order of backends, and the choice among them (`explanation` tells of it)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from tileflash.attention.backends.base import Backend
 from tileflash.attention.backends.hopper import HopperBackend
@@ -45,42 +43,9 @@ class NoBackendError(ValueError):
     """No backend of those asked for can serve the problem; the message names every reason."""
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What would run for a problem and why; `print` it.
-
-    `choice` is None when nothing serves; `reasons` has every backend's reasons, an empty list for those that could serve.
-    """
-
-    problem: AttentionProblem
-    asked_for: str
-    choice: str | None
-    reasons: dict[str, list[str]]
-
-    def __str__(self) -> str:
-        lines = [f"attention of {self.problem.describe()}"]
-        lines.append(f"backend {self.asked_for!r} -> {self.choice or 'none can serve'}")
-        width = max(map(len, self.reasons))
-        order = FAMILIES.get(self.asked_for, (self.asked_for,))
-        for name, reasons in self.reasons.items():
-            if name == self.choice:
-                verdict = "chosen"
-            elif reasons:
-                verdict = "cannot: " + "; ".join(reasons)
-            elif name in order:
-                verdict = f"could serve, stands after {self.choice} in the order"
-            else:
-                verdict = "could serve, only when named" + (
-                    "" if BACKENDS[name].linear_memory else " (needs O(Sq * Sk) memory)"
-                )
-            lines.append(f"  {name:<{width}}  {BACKENDS[name].summary}: {verdict}")
-        lines.append(f"  forward: {self.problem.flops:,} FLOPs, at least {self.problem.bytes:,} bytes moved")
-        return "\n".join(lines)
-
-
 def choose(problem: AttentionProblem, backend: str) -> Backend:
     """The backend for a problem. Raises NoBackendError with all reasons, ValueError for an unknown name."""
-    order = _order(backend)
+    order = order_of(backend)
     for name in order:
         if not BACKENDS[name].reasons(problem):
             return BACKENDS[name]
@@ -89,15 +54,8 @@ def choose(problem: AttentionProblem, backend: str) -> Backend:
     raise NoBackendError(f"backend {backend!r} cannot serve attention of {problem.describe()}:\n{details}{hint}")
 
 
-def explain_problem(problem: AttentionProblem, backend: str) -> Explanation:
-    """What `choose` would do, and every backend's reasons."""
-    order = _order(backend)
-    reasons = {name: candidate.reasons(problem) for name, candidate in BACKENDS.items()}
-    choice = next((name for name in order if not reasons[name]), None)
-    return Explanation(problem, backend, choice, reasons)
-
-
-def _order(backend: str) -> tuple[str, ...]:
+def order_of(backend: str) -> tuple[str, ...]:
+    """The backends that a name stands for, in order. Raises ValueError for an unknown name."""
     if isinstance(backend, str):
         if backend in FAMILIES:
             return FAMILIES[backend]

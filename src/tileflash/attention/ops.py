@@ -16,17 +16,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tileflash.attention.band import Band
 from tileflash.attention.problem import compute_dtype
+from tileflash.kernels.options import PLAIN, OptionGradients, Options
 
 
 class Kernels(NamedTuple):
     """A backend's two functions.
 
-    forward(q, k, v, scale, low, high) -> (out, lse);
-    backward(d_out, d_lse or None, q, k, v, out, lse, scale, low, high) -> (d_q, d_k, d_v).
+    forward(q, k, v, scale, low, high, options) -> (out, lse);
+    backward(d_out, d_lse or None, q, k, v, out, lse, scale, low, high, options) -> (d_q, d_k, d_v, OptionGradients).
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, OptionGradients]]
 
 
 _factories: dict[str, Callable[[], Kernels]] = {}
@@ -46,58 +47,100 @@ def kernels_of(name: str) -> Kernels:
     return kernels
 
 
+# The operators take the fields of Options one by one, behind the backend's name: a schema knows no tuples of tensors.
+
+
 @torch.library.custom_op("tileflash::attention_forward", mutates_args=())
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, backend: str
-) -> tuple[Tensor, Tensor]:
-    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] fp32; query i sees key j where low <= j - i <= high."""
-    return kernels_of(backend).forward(q, k, v, scale, low, high)
+    q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, backend: str,
+    bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, rng: Tensor | None = None,
+    query_ids: Tensor | None = None, key_ids: Tensor | None = None, prefix_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    softcap: float = 0.0, dropout_p: float = 0.0, top_left: bool = False, allow_tf32: bool = False, bias_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] fp32; query i sees key j where low <= j - i <= high, if options do not say otherwise."""
+    options = Options(
+        bias, alibi_slopes, sinks, rng, query_ids, key_ids, prefix_lengths, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        softcap, dropout_p, top_left, allow_tf32, bias_gradient,
+    )  # fmt: skip
+    return kernels_of(backend).forward(q, k, v, scale, low, high, _plain_or(options))
 
 
 @attention_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, backend: str
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
     batch, query_length, heads, _ = q.shape
     return q.new_empty((batch, query_length, heads, v.shape[3])), q.new_empty(
         (batch, heads, query_length), dtype=compute_dtype(q.dtype)
     )
 
 
-def _run_backward(
+@torch.library.custom_op("tileflash::attention_backward", mutates_args=())
+def attention_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, low: int | None, high: int | None, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """d_q, d_k, d_v of the above, contiguous."""
-    return kernels_of(backend).backward(d_out, d_lse, q, k, v, out, lse, scale, low, high)
-
-
-attention_backward = torch.library.custom_op("tileflash::attention_backward", mutates_args=())(_run_backward)
+    bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, rng: Tensor | None = None,
+    query_ids: Tensor | None = None, key_ids: Tensor | None = None, prefix_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    softcap: float = 0.0, dropout_p: float = 0.0, top_left: bool = False, allow_tf32: bool = False, bias_gradient: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """d_q, d_k, d_v of the above, contiguous, and d_bias, d_alibi_slopes and d_sinks, each empty where there is none."""
+    options = Options(
+        bias, alibi_slopes, sinks, rng, query_ids, key_ids, prefix_lengths, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        softcap, dropout_p, top_left, allow_tf32, bias_gradient,
+    )  # fmt: skip
+    d_q, d_k, d_v, gradients = kernels_of(backend).backward(
+        d_out, d_lse, q, k, v, out, lse, scale, low, high, _plain_or(options)
+    )
+    d_bias, d_slopes, d_sinks = (q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return d_q, d_k, d_v, d_bias, d_slopes, d_sinks
 
 
 @attention_backward.register_fake
 def _(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, low: int | None, high: int | None, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, *rest: Any, **named: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    bias_gradient = rest[-1] if len(rest) == len(Options._fields) - 3 else named.get("bias_gradient", False)
+    gradients = (q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
+                 for tensor in (bias if bias_gradient else None, alibi_slopes, sinks))  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *gradients  # type: ignore[return-value]
+
+
+def _plain_or(options: Options) -> Options:
+    """PLAIN itself, which kernels look for by identity, where `options` is equal to it."""
+    tensors = any(isinstance(value, Tensor) for value in options)
+    return options if tensors or options[_FIRST_NUMBER:] != PLAIN[_FIRST_NUMBER:] else PLAIN
+
+
+_FIRST_NUMBER = Options._fields.index("max_seqlen_q")
+_DIFFERENTIABLE = ("bias", "alibi_slopes", "sinks")  # the first of Options, in the order of OptionGradients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, scale, low, high, backend = inputs
+    q, k, v, scale, low, high, backend, *options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, *(value for value in options if isinstance(value, Tensor)))
     ctx.arguments = (scale, low, high, backend)
+    # Tensors are saved as such, so that a change in place is noticed; here is where they go.
+    ctx.options = [None if isinstance(value, Tensor) else (value,) for value in options]
 
 
 def _differentiate(
     ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, backward: Callable[..., Any]
 ) -> tuple[Any, ...]:
     """The gradients of `attention_forward`'s arguments, by `backward`, which has the arguments of `attention_backward`."""
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, out, lse, *saved = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros_like(out)
-    return (*backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments), None, None, None, None)
+    tensors = iter(saved)
+    options = [next(tensors) if place is None else place[0] for place in ctx.options]
+    d_q, d_k, d_v, *gradients = backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments, *options)
+    if not options:
+        return d_q, d_k, d_v, None, None, None, None
+    found = (None if gradient is None or option is None or gradient.shape != option.shape else gradient
+             for gradient, option in zip(gradients, options, strict=False))  # fmt: skip
+    return d_q, d_k, d_v, None, None, None, None, *found, *(None for _ in options[len(_DIFFERENTIABLE) :])
 
 
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
@@ -124,19 +167,8 @@ def _forward_flops(q: Any, k: Any, v: Any, scale: float, low: Any, high: Any, *_
 
 @register_flop_formula(torch.ops.tileflash.attention_backward)
 def _backward_flops(
-    d_out: Any,
-    d_lse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    scale: float,
-    low: Any,
-    high: Any,
-    *_: Any,
-    **__: Any,
-) -> int:
+    d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float, low: Any, high: Any, *_: Any, **__: Any
+) -> int:  # fmt: skip
     pairs = Band(low, high).visible_pairs(q[1], k[1])
     return 2 * q[0] * q[2] * pairs * (3 * q[3] + 2 * v[3])
 
@@ -146,10 +178,18 @@ class _DirectAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, name: str
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        name: str,
+        *options: Any,
     ) -> tuple[Tensor, Tensor]:
-        output = kernels_of(name).forward(q, k, v, scale, low, high)
-        _setup_context(ctx, (q, k, v, scale, low, high, name), output)
+        output = kernels_of(name).forward(q, k, v, scale, low, high, Options(*options) if options else PLAIN)
+        _setup_context(ctx, (q, k, v, scale, low, high, name, *options), output)
         return output
 
     @staticmethod
@@ -157,7 +197,17 @@ class _DirectAttention(torch.autograd.Function):
         # With create_graph=True the operator is needed: it is connected to its inputs, and refuses when the second
         # derivative is taken.
         operator = torch.ops.tileflash.attention_backward
-        return _differentiate(ctx, d_out, d_lse, operator if torch.is_grad_enabled() else _run_backward)
+        return _differentiate(ctx, d_out, d_lse, operator if torch.is_grad_enabled() else _direct_backward)
+
+
+def _direct_backward(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, low: int | None, high: int | None, name: str, *options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    d_q, d_k, d_v, gradients = kernels_of(name).backward(
+        d_out, d_lse, q, k, v, out, lse, scale, low, high, Options(*options) if options else PLAIN
+    )
+    return d_q, d_k, d_v, *gradients
 
 
 class _TransformedAttention(torch.autograd.Function):
@@ -171,9 +221,9 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, name: str
+        q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, name: str, *options: Any
     ) -> tuple[Tensor, Tensor]:
-        return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name)
+        return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name, *options)
 
     setup_context = staticmethod(_setup_context)
 
@@ -197,9 +247,9 @@ class _TransformedGradients(torch.autograd.Function):
     @staticmethod
     def forward(
         d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        scale: float, low: int | None, high: int | None, name: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return torch.ops.tileflash.attention_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high, name)
+        scale: float, low: int | None, high: int | None, name: str, *options: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        return torch.ops.tileflash.attention_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high, name, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None: ...
@@ -210,16 +260,32 @@ class _TransformedGradients(torch.autograd.Function):
 
 
 def attend_with_kernels(
-    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    low: int | None,
+    high: int | None,
+    options: Options = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the kernels registered under `name`, differentiable in q, k and v through both."""
+    """(out, lse) by the kernels registered under `name`, differentiable in q, k, v, bias, slopes and sinks through both."""
+    fields: tuple[Any, ...] = () if options is PLAIN else options
     if not _plain_eager(q, k, v):
         if _transformed(q, k, v):
-            return _TransformedAttention.apply(q, k, v, scale, low, high, name)
-        return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _DirectAttention.apply(q, k, v, scale, low, high, name)
-    return kernels_of(name).forward(q, k, v, scale, low, high)
+            return _TransformedAttention.apply(q, k, v, scale, low, high, name, *fields)
+        return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name, *fields)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(options)):
+        return _DirectAttention.apply(q, k, v, scale, low, high, name, *fields)
+    return kernels_of(name).forward(q, k, v, scale, low, high, options)
+
+
+def _requires_grad(options: Options) -> bool:
+    if options is PLAIN:
+        return False
+    return any(
+        tensor is not None and tensor.requires_grad for tensor in (options.bias, options.alibi_slopes, options.sinks)
+    )
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)

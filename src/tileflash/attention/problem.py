@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tileflash.attention.band import Band, Causal
+from tileflash.kernels.options import PLAIN, Options
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = tuple[int | None, int | None]
@@ -22,9 +23,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """What a backend is asked to do. Lengths in elements, `scale` multiplies the logits.
+    """What a backend is asked to do. Lengths in elements, `scale` multiplies the logits, `features` names the options (FEATURES).
 
     q [batch, query_length, heads, head_dim], k [batch, key_length, kv_heads, head_dim], v [batch, key_length, kv_heads, head_dim_v].
+    Packed sequences are one batch entry; their band counts from where each stands.
     """
 
     batch: int
@@ -41,6 +43,9 @@ class AttentionProblem:
     return_lse: bool
     needs_grad: bool
     last_dim_contiguous: bool
+    features: frozenset[str] = frozenset()
+    deterministic: bool = False
+    second_derivative: bool = False
 
     @property
     def kv_group(self) -> int:
@@ -68,9 +73,36 @@ class AttentionProblem:
             f"k [{self.batch}, {self.key_length}, {self.kv_heads}, {self.head_dim}], "
             f"v [{self.batch}, {self.key_length}, {self.kv_heads}, {self.head_dim_v}], "
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}, band {band}, scale {self.scale:.6g}"
+            + "".join(f", {feature}" for feature in sorted(self.features))
             + (", with lse" if self.return_lse else "")
             + (", with gradients" if self.needs_grad else "")
         )
+
+
+# Names of options, as backends declare them and messages say them.
+FEATURES = (
+    "ALiBi", "bias", "bias gradient", "document ids", "dropout", "mask", "packed sequences", "prefix lengths", "sinks", "soft cap",
+)  # fmt: skip
+
+
+def features_of(options: Options) -> frozenset[str]:
+    """The FEATURES that `options` ask for."""
+    if options is PLAIN:
+        return frozenset()
+    masks = options.bias is not None and options.bias.dtype == torch.bool
+    asked = {
+        "ALiBi": options.alibi_slopes is not None,
+        "bias": options.bias is not None and not masks,
+        "bias gradient": options.bias_gradient,
+        "document ids": options.query_ids is not None,
+        "dropout": options.dropout_p > 0,
+        "mask": masks,
+        "packed sequences": options.packed,
+        "prefix lengths": options.prefix_lengths is not None,
+        "sinks": options.sinks is not None,
+        "soft cap": options.softcap > 0,
+    }
+    return frozenset(name for name, there in asked.items() if there)
 
 
 def _bound(value: int | None) -> str:
@@ -78,10 +110,20 @@ def _bound(value: int | None) -> str:
 
 
 def make_problem(
-    q: Tensor, k: Tensor, v: Tensor, causal: Causal, window: Window, scale: float | None, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: Causal,
+    window: Window,
+    scale: float | None,
+    return_lse: bool,
+    options: Options = PLAIN,
+    *,
+    deterministic: bool = False,
+    second_derivative: bool = False,
 ) -> AttentionProblem:
     """Check the arguments of `tileflash.attention` and gather them. Raises ValueError naming the argument that is wrong."""
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     if not isinstance(causal, (bool, str)) or causal not in (False, True, "top-left", "bottom-right"):
         raise ValueError(f'causal must be False, True (the same as "bottom-right") or "top-left", got {causal!r}')
     _check_window(window)
@@ -91,15 +133,18 @@ def make_problem(
         scale = 1.0 / math.sqrt(head_dim)
     elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= sys.float_info.max:
         raise ValueError(f"scale must be a finite number or None (1 / sqrt(head dimension)), got {scale!r}")
+    differentiable = (q, k, v, options.bias, options.alibi_slopes, options.sinks)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    band = Band.packed(causal, window) if options.packed else Band.of(causal, window, query_length, key_length)
     return AttentionProblem(
         batch, query_length, key_length, heads, kv_heads, head_dim, head_dim_v, q.dtype, q.device,
-        Band.of(causal, window, query_length, key_length), float(scale), return_lse,
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        q.stride(3) == 1 and k.stride(3) == 1 and v.stride(3) == 1,
+        band, float(scale), return_lse, needs_grad, q.stride(3) == 1 and k.stride(3) == 1 and v.stride(3) == 1,
+        features_of(options), deterministic, second_derivative,
     )  # fmt: skip
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError naming the tensor that is wrong."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")

@@ -4,28 +4,58 @@ import torch
 from torch import Tensor
 
 from tileflash.attention.band import Band
+from tileflash.attention.logits import additive, alibi_shift, kept_weights, log_sum_exp, visible_keys
 from tileflash.attention.problem import compute_dtype
+from tileflash.kernels.options import PLAIN, Options
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, options: Options = PLAIN, first_sequence: int = 0
+) -> tuple[Tensor, Tensor]:
     """out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] of q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
     Computed in fp64 for fp64 inputs, else in fp32; lse has the dtype of the computation. Differentiable any number of times. A
-    query that sees no key gives out 0, lse -inf and gradients 0; a key no query sees may hold NaN without harm. Needs O(Sq * Sk)
-    memory.
+    query that sees no key gives out 0, lse -inf and gradients 0; a key may hold NaN without harm to the queries that do not see it.
+    Needs O(Sq * Sk) memory. `options` without packed sequences; `first_sequence` is the number of the first one, for dropout.
     """
     compute = compute_dtype(q.dtype)
-    group = q.shape[2] // k.shape[2]
-    visible = band.mask(0, q.shape[1], k.shape[1], q.device)  # [Sq, Sk]
-    seen = visible.any(0)[None, :, None, None]  # 0 * NaN is NaN, so keys that nobody sees become 0
-    queries = q.to(compute).transpose(1, 2)  # [B, Hq, Sq, D]
-    keys = torch.where(seen, k, 0).to(compute).transpose(1, 2).repeat_interleave(group, 1)  # [B, Hq, Sk, D]
-    values = torch.where(seen, v, 0).to(compute).transpose(1, 2).repeat_interleave(group, 1)  # [B, Hq, Sk, Dv]
-    logits = (queries @ keys.transpose(2, 3) * scale).masked_fill(~visible, -torch.inf)  # [B, Hq, Sq, Sk]
-    empty = ~visible.any(1)[:, None]  # [Sq, 1]
+    batch, query_length, heads, _ = q.shape
+    key_length = k.shape[1]
+    group = heads // k.shape[2]
+    visible = visible_keys(band, options, 0, query_length, key_length, q.device)  # [1 or B, 1 or Hq, Sq, Sk]
+    queries, lost_queries = _readable(q.to(compute).transpose(1, 2))  # [B, Hq, Sq, D]
+    keys, lost_keys = _readable(k.to(compute).transpose(1, 2).repeat_interleave(group, 1))  # [B, Hq, Sk, D]
+    values = v.to(compute).transpose(1, 2).repeat_interleave(group, 1)  # [B, Hq, Sk, Dv]
+    logits = queries @ keys.transpose(2, 3) * scale  # [B, Hq, Sq, Sk]
+    logits = logits.masked_fill(visible & (lost_queries[..., :, None] | lost_keys[..., None, :]), torch.nan)
+    if options.softcap:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    added = additive(
+        options, alibi_shift(options, query_length, key_length), 0, query_length, key_length, compute, q.device
+    )
+    if added is not None:
+        logits = logits + added.masked_fill(~visible, 0.0)  # -inf only where it is replaced next
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if options.sinks is not None:  # a key without a value, seen by all
+        sink = options.sinks.to(compute)[None, :, None, None].expand(batch, heads, query_length, 1)
+        logits = torch.cat([logits, sink], 3)
     # The softmax of a row of -inf is NaN, in its gradient too: such rows are computed from zeros and then replaced.
-    logits = logits.masked_fill(empty, 0.0)
-    lse = torch.logsumexp(logits, 3) if k.shape[1] else logits.new_full(logits.shape[:3], -torch.inf)
-    probabilities = torch.softmax(logits, 3).masked_fill(empty, 0.0)
-    out = (probabilities @ values).transpose(1, 2).to(q.dtype)
-    return out, lse.masked_fill(empty[:, 0], -torch.inf)
+    empty = (logits == -torch.inf).all(3)  # [B, Hq, Sq]
+    logits = logits.masked_fill(empty[..., None], 0.0)
+    lse = log_sum_exp(logits)
+    probabilities = torch.softmax(logits, 3).masked_fill(empty[..., None], 0.0)[..., :key_length]
+    if options.dropout_p:
+        keep = kept_weights(options, batch, heads, 0, query_length, key_length, first_sequence)
+        probabilities = torch.where(keep, probabilities / (1 - options.dropout_p), 0.0)
+    # 0 * NaN is NaN: values that are not finite count as 0, and NaN comes back to the rows that see them.
+    finite = torch.isfinite(values)
+    out = probabilities @ torch.where(finite, values, 0.0)
+    seen = visible.to(compute).expand(batch, heads, query_length, key_length) @ (~finite).to(compute)
+    out = out.masked_fill(seen > 0, torch.nan).transpose(1, 2).to(q.dtype)
+    return out, lse.masked_fill(empty, -torch.inf)
+
+
+def _readable(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., S, D] with zeros for those that hold NaN or Inf, and which those were, bool [..., S]."""
+    lost = ~torch.isfinite(rows).all(-1)
+    return torch.where(lost[..., None], 0.0, rows), lost

@@ -13,9 +13,10 @@ import torch
 from tileflash.bench.attention_check import Judge
 from tileflash.bench.attention_variants import Attention, Trial, attempt, attention_variant
 from tileflash.bench.ledger import CaseValue, Line
-from tileflash.bench.roofline import AttentionWork, Direction, attention_work, find_gpu
+from tileflash.bench.roofline import AttentionWork, Direction, attention_work
 from tileflash.bench.sitting import Sitting
 from tileflash.bench.timing import Clock, Timing, TimingPlan, clock_for, compare, impossible
+from tileflash.gpu_peaks import find_gpu
 
 SUITE = "attention"
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)

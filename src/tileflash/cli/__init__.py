@@ -8,6 +8,8 @@ import typer
 from tileflash.cli.bench import app as bench_app
 from tileflash.cli.compare import compare
 from tileflash.cli.data import app as data_app
+from tileflash.cli.doctor import doctor
+from tileflash.cli.explain import explain
 from tileflash.cli.report import report
 from tileflash.cli.train import train as train_command
 from tileflash.cli.weights import weights_app
@@ -26,6 +28,8 @@ app.command("compare")(compare)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command("report")(report)
+app.command("explain")(explain)
+app.command("doctor")(doctor)
 app.add_typer(weights_app, name="weights")
 
 
@@ -50,5 +54,8 @@ def main() -> None:
     """Entry point of the `tileflash` console script."""
     try:
         app()
+    except ImportError:
+        print("tileflash doctor says why a package cannot be loaded, and what mends it", file=sys.stderr)
+        raise
     except KeyboardInterrupt:  # before a command has taken the signal into its own hands
         sys.exit(130)

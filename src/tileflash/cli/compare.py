@@ -82,12 +82,13 @@ def compare(
         str | None, typer.Option(help="the backend that --flash uses", show_default="the trainer's choice")
     ] = None,
     cuda_graph: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--cuda-graph/--no-cuda-graph",
             help="both schemes replay their step as one CUDA graph: what is measured is the GPU, not the host",
+            show_default="the trainer's: on a CUDA GPU",
         ),
-    ] = False,
+    ] = None,
     output: Annotated[
         Path, typer.Option(help="directory of report.html, report.md, plots/ and runs/ (one log a run)")
     ] = Path("reports/compare"),

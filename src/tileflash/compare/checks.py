@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tileflash.compare import numbers
-from tileflash.compare.conclusions import LOSS_TOLERANCE, losses_agree
+from tileflash.compare.conclusions import loss_tolerance, losses_agree
 from tileflash.compare.figures import Comparison, losses_fell
 from tileflash.compare.plan import SCHEMES, model_name
 
@@ -24,7 +24,7 @@ def _of(comparison: Comparison) -> list[str]:
         return [f"{name}: no pair of finished runs to compare"]
     lines = []
     if not losses_agree(gap, setting.dtype):
-        tolerance = numbers.gap(LOSS_TOLERANCE[setting.dtype])
+        tolerance = numbers.gap(loss_tolerance(gap, setting.dtype))
         lines.append(f"{name}: the losses differ by {gap.largest:.1e} at step {gap.step}; must be at most {tolerance}")
     for scheme in SCHEMES:
         figures = comparison.scheme(scheme)

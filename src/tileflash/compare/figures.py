@@ -45,14 +45,15 @@ class SchemeFigures:
 class LossGap:
     """The largest |loss_baseline - loss_flash| over all pairs and steps, and where it is.
 
-    `step` is the training step of it. `within_scheme` is the largest difference between two repeats of the same
-    scheme: what the machine itself does not reproduce; None with a single repeat. A loss that is not finite makes
-    `largest` NaN.
+    `step` is the training step of it, `loss` the baseline's loss there. `within_scheme` is the largest difference
+    between two repeats of the same scheme: what the machine itself does not reproduce; None with a single repeat. A
+    loss that is not finite makes `largest` NaN.
     """
 
     largest: float
     step: int
     repeat: int
+    loss: float
     within_scheme: float | None
 
 
@@ -147,7 +148,7 @@ def _loss_gap(pairs: list[tuple[RunResult, RunResult]]) -> LossGap | None:
     if not pairs:
         return None
     gaps = [
-        (abs(a - b), step, baseline.run.repeat)
+        (abs(a - b), step, baseline.run.repeat, a)
         for baseline, flash in pairs
         for step, a, b in zip(baseline.steps, baseline.train_loss, flash.train_loss, strict=True)
     ]

@@ -88,7 +88,7 @@ class CompareConfig:
     warmup_iterations: int | None = None
     input_bin: str | None = None
     attention_backend: str | None = None
-    cuda_graph: bool = False
+    cuda_graph: bool | None = None
     output: Path = Path("reports/compare")
     language: str = "en"
     ledger: Path | None = None
@@ -170,13 +170,17 @@ def train_arguments(config: CompareConfig, run: Run) -> list[str]:
         arguments += ["--warmup-iterations", str(config.warmup_iterations)]
     if config.input_bin is not None:
         arguments += ["--input-bin", config.input_bin]
-    if config.cuda_graph:
-        arguments.append("--cuda-graph")
+    if config.cuda_graph is not None:
+        arguments.append(_cuda_graph_flag(config.cuda_graph))
     if run.scheme == FLASH:
         arguments.append("--flash")
         if config.attention_backend is not None:
             arguments += ["--attention-backend", config.attention_backend]
     return arguments
+
+
+def _cuda_graph_flag(cuda_graph: bool) -> str:
+    return "--cuda-graph" if cuda_graph else "--no-cuda-graph"
 
 
 def compare_command(config: CompareConfig) -> list[str]:
@@ -190,8 +194,8 @@ def compare_command(config: CompareConfig) -> list[str]:
         value = getattr(config, name)
         if value is not None:
             command += ["--" + name.replace("_", "-"), str(value)]
-    if config.cuda_graph:
-        command.append("--cuda-graph")
+    if config.cuda_graph is not None:
+        command.append(_cuda_graph_flag(config.cuda_graph))
     if config.demo:
         command.append("--demo")
     return [*command, "--timeout-seconds", f"{config.timeout_seconds:g}", "--output", str(config.output)]

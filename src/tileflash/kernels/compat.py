@@ -26,26 +26,39 @@ class PreparedLaunch:
     __slots__ = ("compiled", "grid_size", "kernel", "options", "scalars")
 
     def __init__(self, kernel: Any, grid_size: int, scalars: tuple[Any, ...], num_warps: int, num_stages: int) -> None:
-        """`scalars` are all parameters after the tensors, constants included, in order."""
+        """`scalars` are all parameters after the tensors and tuples, constants included, in order."""
         self.kernel = kernel
         self.grid_size = grid_size
         self.scalars = scalars
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
         self.compiled: dict[int, Any] = {}
 
-    def __call__(self, tensors: tuple[Tensor, ...], device_index: int) -> None:
-        """Launch on the current stream of CUDA device `device_index`, which must be the current device."""
+    def __call__(
+        self, tensors: tuple[Tensor, ...], device_index: int, tuples: tuple[tuple[Any, ...], ...] = ()
+    ) -> None:
+        """Launch on the current stream of CUDA device `device_index`, which must be the current device.
+
+        `tuples` of tensors and numbers come behind the tensors. Triton specialises what is in them, too (a number that is 1 or a
+        multiple of 16, an address that is a multiple of 16); the numbers must be those of the first call.
+        """
+        if self.grid_size == 0:
+            return
         addresses = [tensor.data_ptr() for tensor in tensors]
         misaligned = 0
         for address in addresses:
             misaligned = misaligned << 1 | (address & 15 != 0)
+        for values in tuples:
+            for value in values:
+                if isinstance(value, Tensor):
+                    misaligned = misaligned << 1 | (value.data_ptr() & 15 != 0)
         compiled = self.compiled.get(misaligned)
         if compiled is None or knobs.runtime.launch_enter_hook.calls:  # a profiler's hook wants the whole way
-            compiled = self.kernel[(self.grid_size,)](*tensors, *self.scalars, **self.options)
+            compiled = self.kernel[(self.grid_size,)](*tensors, *tuples, *self.scalars, **self.options)
             if compiled is not None:  # the interpreter returns nothing
                 self.compiled[misaligned] = compiled
             return
         stream = torch._C._cuda_getCurrentRawStream(device_index)
         compiled.run(
-            self.grid_size, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self.scalars
+            self.grid_size, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *addresses, *tuples, *self.scalars,
         )  # fmt: skip

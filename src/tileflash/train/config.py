@@ -111,9 +111,10 @@ class TrainConfig:
         "Device",
         choices=("auto", "float32", "bfloat16"),
     )
-    cuda_graph: bool = _option(
-        False,
-        "capture the whole step in one CUDA graph and replay it: small batches no longer wait for the host",
+    cuda_graph: bool | None = _option(
+        None,
+        "capture the whole step in one CUDA graph and replay it, so that small batches do not wait for the host; "
+        "when not given: yes on a CUDA GPU",
         "Device",
     )
     deterministic: bool = _option(

@@ -25,6 +25,7 @@ class Setup:
 
     device: torch.device
     dtype: torch.dtype
+    cuda_graph: bool
     model: ModelConfig
     attention: AttentionFunction
     attention_name: str
@@ -44,7 +45,10 @@ def prepare_setup(config: TrainConfig) -> Setup:
     tokenizer = _tokenizer(config, model.vocab_size)
     training, validation = open_data(config, tokenizer, model.vocab_size)
     attention, attention_name = _attention(config, model, device, dtype)
-    return Setup(device, dtype, model, attention, attention_name, tokenizer, training, validation, tuple(notes))
+    cuda_graph = device.type == "cuda" if config.cuda_graph is None else config.cuda_graph
+    return Setup(
+        device, dtype, cuda_graph, model, attention, attention_name, tokenizer, training, validation, tuple(notes)
+    )
 
 
 def _device(name: str) -> torch.device:

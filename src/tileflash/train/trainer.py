@@ -75,7 +75,7 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
         self.data = DataSource(setup.training, config, setup.device, self.sample)
-        self.captured: CapturedStep | None = None  # with --cuda-graph, from the first step on
+        self.captured: CapturedStep | None = None  # with CUDA graphs, from the first step on
 
     def run(self, interrupt: Interrupt) -> TrainResult:
         """Train to the last step, or to the first signal."""
@@ -121,7 +121,7 @@ class Trainer:
     def _compute(self, batch: StepBatch, rate: float) -> torch.Tensor:
         """Start the step on the device; the result is `train_step`'s."""
         dtype, clip, limits = self.setup.dtype, self.config.gradient_clip, self.guard.limits()
-        if self.config.cuda_graph:
+        if self.setup.cuda_graph:
             if self.captured is None:
                 self.captured = CapturedStep(self.model, self.optimizer, batch, dtype=dtype, gradient_clip=clip)
             return self.captured(batch, rate, limits)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from tileflash.attention.problem import AttentionProblem
+from tileflash.kernels.options import PLAIN, Options
 
 
 class Backend:
@@ -35,10 +37,12 @@ class Backend:
     min_capability: ClassVar[tuple[int, int]] = (0, 0)
     linear_memory: ClassVar[bool] = True
     second_derivative: ClassVar[bool] = False
+    features: ClassVar[frozenset[str]] = frozenset()  # of tileflash.attention.problem.FEATURES
 
     def reasons(self, problem: AttentionProblem) -> list[str]:
         """Why this backend cannot serve the problem; empty when it can."""
         found = self._device_reasons(problem) + self._shape_reasons(problem)
+        found += [f"does not have {feature}" for feature in sorted(problem.features - self.features)]
         if self.positive_scale and problem.scale <= 0:
             found.append(f"scale must be positive, is {problem.scale:g}")
         if self.lse == "none" and problem.return_lse:
@@ -47,9 +51,18 @@ class Backend:
             found.append("the log-sum-exp it returns has no gradient")
         if not self.any_strides and not problem.last_dim_contiguous:
             found.append("q, k and v must be contiguous in their last dimension")
-        if not self.deterministic and torch.are_deterministic_algorithms_enabled() and problem.needs_grad:
-            found.append("its backward is not deterministic, and torch.use_deterministic_algorithms is on")
+        if not self.deterministic and problem.needs_grad:
+            if problem.deterministic:
+                found.append("its backward is not deterministic")
+            elif torch.are_deterministic_algorithms_enabled():
+                found.append("its backward is not deterministic, and torch.use_deterministic_algorithms is on")
+        if problem.second_derivative and not self.second_derivative:
+            found.append("has no second derivative")
         return found
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        """How the problem would be computed, for people to read: a line a kernel or step. For problems without reasons against."""
+        return ["how it launches is not described"]
 
     def _device_reasons(self, problem: AttentionProblem) -> list[str]:
         found = []
@@ -84,9 +97,20 @@ class Backend:
         return found
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
     ) -> tuple[Tensor, Tensor | None]:
-        """out [B, Sq, Hq, Dv] and, where asked for, lse [B, Hq, Sq]; differentiable. Called only without reasons against it."""
+        """out [B, Sq, Hq, Dv] and, where asked for, lse [B, Hq, Sq]; differentiable. Called only without reasons against it.
+
+        Packed sequences come as one batch entry: q [1, total, Hq, D].
+        """
         raise NotImplementedError  # every backend has its own
 
 
@@ -97,6 +121,14 @@ def device_capability(device: torch.device) -> tuple[int, int]:
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which doubles the time to import tileflash.
 device_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def logits_line(problem: AttentionProblem, dtype: torch.dtype) -> str:
+    """A plan's line of a backend that holds the logits whole."""
+    shape = (problem.batch, problem.heads, problem.query_length, problem.key_length)
+    mib = math.prod(shape) * dtype.itemsize / 2**20
+    name = str(dtype).removeprefix("torch.")
+    return f"unfused: the logits {list(shape)} are held whole, {mib:,.1f} MiB in {name}"
 
 
 def _listed(names: object) -> str:

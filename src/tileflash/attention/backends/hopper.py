@@ -11,6 +11,7 @@ from torch import Tensor
 from tileflash.attention.backends.base import Backend, device_capability
 from tileflash.attention.ops import Kernels, attend_with_kernels, register_kernels
 from tileflash.attention.problem import AttentionProblem
+from tileflash.kernels.options import PLAIN, Options
 
 
 def _hopper_kernels() -> Kernels:
@@ -28,6 +29,7 @@ class HopperBackend(Backend):
     max_head_dim = 256
     head_dim_multiple = 8
     positive_scale = True
+    deterministic = False  # d_q is summed by atomic additions
     min_capability = (9, 0)
 
     def __init__(self) -> None:
@@ -51,10 +53,23 @@ class HopperBackend(Backend):
             return ["uses Hopper's own tensor core instructions (compute capability 9.0), which this GPU does not have"]
         return found
 
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        from tileflash.kernels.hopper.configurations import describe
+
+        return describe(max(problem.head_dim, problem.head_dim_v), problem.band.is_full, problem.needs_grad)
+
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
     ) -> tuple[Tensor, Tensor | None]:
-        return attend_with_kernels(self.name, q, k, v, scale, low, high)
+        return attend_with_kernels(self.name, q, k, v, scale, low, high, options)
 
 
 @lru_cache

@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
-from tileflash.attention.backends.base import Backend
+from tileflash.attention.backends.base import Backend, logits_line
 from tileflash.attention.band import Band
-from tileflash.attention.problem import FLOATS
+from tileflash.attention.packed import packed_forward
+from tileflash.attention.problem import FEATURES, FLOATS, AttentionProblem, compute_dtype
 from tileflash.attention.reference import reference_attention
+from tileflash.kernels.options import PLAIN, Options
 
 
 class ReferenceBackend(Backend):
@@ -15,8 +17,35 @@ class ReferenceBackend(Backend):
     dtypes = frozenset(FLOATS)
     linear_memory = False
     second_derivative = True
+    features = frozenset(FEATURES)
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        return [logits_line(problem, compute_dtype(problem.dtype))]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
     ) -> tuple[Tensor, Tensor | None]:
-        return reference_attention(q, k, v, Band(low, high), scale)
+        if options.packed:
+            return packed_forward(_forward, q, k, v, scale, low, high, options)
+        return reference_attention(q, k, v, Band(low, high), scale, options)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    low: int | None,
+    high: int | None,
+    options: Options,
+    first_sequence: int,
+) -> tuple[Tensor, Tensor]:
+    return reference_attention(q, k, v, Band(low, high), scale, options, first_sequence)

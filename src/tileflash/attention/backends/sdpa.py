@@ -7,8 +7,9 @@
 import torch
 from torch import Tensor
 
-from tileflash.attention.backends.base import Backend
-from tileflash.attention.problem import AttentionProblem
+from tileflash.attention.backends.base import Backend, logits_line
+from tileflash.attention.problem import AttentionProblem, compute_dtype
+from tileflash.kernels.options import PLAIN, Options
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -17,9 +18,13 @@ class _SdpaBackend(Backend):
     """What PyTorch's kernels have in common."""
 
     equal_head_dims = True
+    positive_scale = True
     bands = "square causal"
     empty_tensors = False
     any_strides = False
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        return ["one operator of PyTorch, whose tiles and order are its own choice and not known here"]
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, return_lse: bool
@@ -28,7 +33,15 @@ class _SdpaBackend(Backend):
         raise NotImplementedError  # every kernel has its own operator
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
     ) -> tuple[Tensor, Tensor | None]:
         out, lse = self.call(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, high is not None, return_lse
@@ -119,10 +132,14 @@ class SdpaMathBackend(_SdpaBackend):
     devices = frozenset({"cpu", "cuda"})
     dtypes = _HALF | {torch.float32, torch.float64}
     equal_head_dims = False
+    positive_scale = False
     any_strides = True
     lse = "none"
     linear_memory = False
     second_derivative = True
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        return [logits_line(problem, compute_dtype(problem.dtype))]
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, return_lse: bool

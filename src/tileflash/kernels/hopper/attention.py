@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +16,7 @@ from tileflash.kernels.hopper.attention_backward_ends import finish_kernel, prep
 from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, padded_head_dim
 from tileflash.kernels.hopper.launch import Band, Box, backward_call, forward_call
 from tileflash.kernels.hopper.schedule import heads_in_l2, longest_first, visible_counts
-from tileflash.kernels.triton import attention as portable
+from tileflash.kernels.options import NO_GRADIENTS, PLAIN, OptionGradients, Options
 
 _LOG2_E = 1.4426950408889634
 # What a tile costs besides its steps, in steps: its start, its first product, its end. Measured by nobody; the order hardly depends on it.
@@ -80,7 +81,7 @@ class _Seen:
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, options: Options = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] fp32 of q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
@@ -110,24 +111,21 @@ def attention_forward(
         q, k, v = _queries(q, seen), _keys(k, seen), _keys(v, seen)
         seen_out, seen_lse = _queries(out, seen), lse[:, :, seen.query_begin :]
     if launch is not None:
-        with portable._current_device(q):
+        with _current_device(q):
             launch((q, k, v, seen_out), (seen_lse, table), q.get_device())
     return out, lse
 
 
 def attention_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, low: int | None, high: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scale: float, low: int | None, high: int | None, options: Options = PLAIN,
+) -> tuple[Tensor, Tensor, Tensor, OptionGradients]:  # fmt: skip
     """d_q, d_k, d_v in the inputs' shapes and dtypes, contiguous; d_out [B, Sq, Hq, Dv] in any strides, d_lse [B, Hq, Sq] or None.
 
-    Where torch.use_deterministic_algorithms asks for equal bits from run to run, by the portable kernels: here the sum of d_q has no fixed
-    order.
+    The sum of d_q has no fixed order: its last bits differ from run to run.
     """
-    if torch.are_deterministic_algorithms_enabled():
-        return portable.attention_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high)
     if q.numel() == 0 or k.numel() == 0:
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), NO_GRADIENTS
     q, k, v, d_out = _aligned(q), _aligned(k), _aligned(v), _aligned(d_out)
     out = out if out.stride(3) == 1 else out.contiguous()
     lse = lse.contiguous()
@@ -159,12 +157,12 @@ def attention_backward(
         stats = torch.empty(stats_shape, dtype=torch.float32, device=q.device)
         acc = torch.empty(acc_shape, dtype=torch.float32, device=q.device)
         device_index = q.get_device()
-        with portable._current_device(q):
+        with _current_device(q):
             # Where there is no d_lse, an address that is not looked at.
             prepare((out, d_out, lse, stats if d_lse is None else d_lse, stats, acc), device_index)
             launch((q, k, v, d_out, stats, acc, seen_d_k, seen_d_v), (acc, table), device_index)
             finish((acc, seen_d_q), device_index)
-    return d_q, d_k, d_v
+    return d_q, d_k, d_v, NO_GRADIENTS
 
 
 def _prepare_forward(
@@ -315,6 +313,14 @@ def _addressable(tensor: Tensor) -> bool:
     return all(
         n == 1 or (stride and stride % 8 == 0) for n, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     )
+
+
+_HERE = contextlib.nullcontext()
+
+
+def _current_device(tensor: Tensor) -> Any:
+    """A context in which the tensor's device is the current one, as launches need it."""
+    return _HERE if tensor.get_device() == torch._C._cuda_getDevice() else torch.cuda.device(tensor.device)
 
 
 @lru_cache

@@ -83,6 +83,26 @@ def padded_head_dim(head_dim: int) -> int:
     return next(size for size in HEAD_DIMS if head_dim <= size)
 
 
+def describe(head_dim: int, full: bool, with_gradients: bool) -> list[str]:
+    """What is launched for a head dimension, for people to read: a line a kernel. `full`: nothing is masked (and the keys fill tiles)."""
+    padded = padded_head_dim(head_dim)
+    forward = FORWARD[padded, not full]
+    lines = [
+        f"forward: tiles of {forward.block_m} queries and {forward.block_n} keys, head dimension padded to {padded}, "
+        f"{forward.warpgroups} consumer warpgroups and a producer warp, persistent programs"
+    ]
+    if with_gradients:
+        backward = BACKWARD[padded, not full]
+        programs = "persistent programs" if backward.persistent else f"a program for {backward.keys} keys"
+        lines += [
+            "backward, 1 of 3: delta, and zeros for the sum of dQ",
+            f"backward, 2 of 3: {backward.keys} keys against tiles of {backward.block_m} queries, 2 consumer warpgroups and a producer "
+            f"warp, {programs}; dQ by atomic additions",
+            "backward, 3 of 3: dQ from its fp32 sum",
+        ]
+    return lines
+
+
 def check_configuration(configuration: ForwardConfiguration | BackwardConfiguration, head_dim: int) -> None:
     """A shape that does not fit aborts the process inside the compiler, so look before. Raises ValueError."""
     used = configuration.shared_bytes(head_dim)

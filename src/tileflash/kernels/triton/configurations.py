@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Kernel = Literal["forward", "dkdv", "dk", "dv", "dq"]
+Kernel = Literal["forward", "dkdv", "dk", "dv", "dq", "bias"]
 
 # From this padded head dimension on, d_k and d_v are made by a pass each: both accumulators together would spill.
 SPLIT_KEY_PASS_FROM = 256
@@ -37,6 +37,20 @@ HOPPER: dict[tuple[Kernel, int], tuple[Tile, Tile]] = {
     ("dq", 256): (Tile(128, 64, 8, 1), Tile(128, 64, 8, 1)),
 }
 
+# With options, logits take more registers: tiles that do not spill with all of them on.
+HOPPER_WITH_OPTIONS: dict[tuple[Kernel, int], Tile] = {
+    ("forward", 64): Tile(64, 64, 4, 2),
+    ("forward", 128): Tile(64, 64, 4, 2),
+    ("forward", 256): Tile(64, 64, 8, 2),
+    ("dkdv", 64): Tile(64, 64, 8, 2),
+    ("dkdv", 128): Tile(64, 64, 8, 2),
+    ("dk", 256): Tile(32, 64, 8, 1),
+    ("dv", 256): Tile(32, 64, 8, 1),
+    ("dq", 64): Tile(64, 64, 8, 2),
+    ("dq", 128): Tile(64, 64, 8, 2),
+    ("dq", 256): Tile(64, 32, 8, 1),
+}
+
 # Everything else: at most 64 KB of shared memory (AMD CDNA 3; NVIDIA's consumer parts have 99 KB).
 PORTABLE: dict[tuple[Kernel, int], Tile] = {
     ("forward", 64): Tile(64, 64, 4, 2),
@@ -49,6 +63,14 @@ PORTABLE: dict[tuple[Kernel, int], Tile] = {
     ("dq", 64): Tile(64, 32, 4, 2),
     ("dq", 128): Tile(64, 32, 4, 1),
     ("dq", 256): Tile(32, 16, 4, 1),
+    ("bias", 64): Tile(32, 32, 4, 1),
+    ("bias", 128): Tile(32, 32, 4, 1),
+    ("bias", 256): Tile(32, 32, 4, 1),
+    ("forward", 512): Tile(32, 16, 8, 1),
+    ("dk", 512): Tile(16, 16, 8, 1),
+    ("dv", 512): Tile(16, 16, 8, 1),
+    ("dq", 512): Tile(16, 16, 8, 1),
+    ("bias", 512): Tile(16, 16, 4, 1),
 }
 
 # fp32 goes through FMA units: small tiles and many warps keep the operands in registers. (forward, backward)
@@ -56,20 +78,26 @@ FLOAT32: dict[int, tuple[Tile, Tile]] = {
     64: (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     128: (Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
     256: (Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
 
-def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool) -> Tile:
+def select_tile(
+    kernel: Kernel, block_d: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool, features: int = 0
+) -> Tile:
     """The tile for one kernel.
 
-    `block_d` is the head dimension padded to a power of two (16 to 256), `capability` the CUDA compute capability ((0, 0) in the
-    interpreter, which gets small tiles so that tests cross tile borders), `banded` whether the band has a bound (causal, window).
+    `block_d` is the head dimension padded to a power of two (16 to 512), `capability` the CUDA compute capability ((0, 0) in the
+    interpreter, which gets small tiles so that tests cross tile borders), `banded` whether the band has a bound (causal, window),
+    `features` the options' bits (0: none).
     """
     measured_d = max(64, block_d)  # narrower heads take the tiles of 64
     if dtype is torch.float32:
         return FLOAT32[measured_d][kernel != "forward"]
     if capability == (0, 0):
         return Tile(32, 32, 4, 1)
-    if capability == (9, 0):
-        return HOPPER[kernel, measured_d][banded]
-    return PORTABLE[kernel, measured_d]
+    if kernel == "bias" or measured_d > 256 or capability != (9, 0):
+        return PORTABLE[kernel, measured_d]
+    if features:
+        return HOPPER_WITH_OPTIONS[kernel, measured_d]
+    return HOPPER[kernel, measured_d][banded]

@@ -53,6 +53,35 @@ def load_rows(
 
 
 @triton.jit
+def in_band(inside, i_query, i_key, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
+    """`inside` and within the band; positions broadcast ([M, 1] and [1, N], or the other way round)."""
+    visible = inside
+    if HAS_LOW:
+        visible = visible & (i_key - i_query >= low)
+    if HAS_HIGH:
+        visible = visible & (i_key - i_query <= high)
+    return visible
+
+
+@triton.jit
+def poison_unreadable(b_p, b_v, visible):
+    """(weights, values) whose product keeps NaN and Inf of a value from the rows that do not see its key: 0 * NaN is NaN.
+
+    Values that are not finite are read as 0, and rows that see their key get a weight that is NaN.
+    """
+    readable = b_v - b_v == 0.0  # [BLOCK_N, BLOCK_DV]
+    b_v = tl.where(readable, b_v, 0.0)
+    unreadable = tl.max(tl.where(readable, 0, 1), 1)  # [BLOCK_N]
+    return tl.where(visible & (unreadable != 0)[None, :], float("nan"), b_p), b_v
+
+
+@triton.jit
+def finite_or_zero(tile):
+    """The tile with 0 for NaN and Inf, for where a weight of 0 stands for a key that is hidden."""
+    return tl.where(tile - tile == 0.0, tile, 0.0)
+
+
+@triton.jit
 def store_rows(base, tile, i_row, S, stride, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Writes a [ROWS, COLUMNS] tile to rows i_row .. of a [S, D] matrix in the matrix's dtype; what lies outside is left alone."""
     i_rows = tl.arange(0, ROWS)
