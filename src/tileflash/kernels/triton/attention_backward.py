@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tileflash.kernels.triton.features import (
     ALIBI,
+    DOCUMENTS,
     DROPOUT,
     EXPLICIT,
     HIDING,
@@ -20,6 +21,7 @@ from tileflash.kernels.triton.features import (
     SOFTCAP,
     VARLEN,
     distance,
+    documents_meet,
     explicit_logits,
     hide,
     keep_scale_of,
@@ -55,53 +57,57 @@ def _accumulate_dkdv(
     """
     i_keys = (i_key + tl.arange(0, BLOCK_N))[:, None]  # [BLOCK_N, 1]
     for i_query in range(begin, end, BLOCK_M):
-        i_rows = i_query + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-        i_queries = i_rows[None, :]  # [1, BLOCK_M]
-        b_q = load_rows(
-            q_base, i_query, query_begin, query_end, stride_qs, D, BLOCK_M, BLOCK_D, EVEN_D, MASKED
-        )  # [BLOCK_M, BLOCK_D]
-        b_s = tile_dot(b_k, tl.trans(b_q), PRECISION)  # [BLOCK_N, BLOCK_M]
-        inside = ((i_rows >= query_begin) & (i_rows < query_end))[None, :] & (i_keys < key_length)
-        if MASKED:
-            # Where there is no query the log-sum-exp reads as +inf, so P is 0 there.
-            row_inside = (i_rows >= query_begin) & (i_rows < query_end)
-            lse = tl.load(lse_base + i_rows, mask=row_inside, other=float("inf"))  # [BLOCK_M]
-        else:
-            lse = tl.load(lse_base + i_rows)
-        if EXPLICIT & FEATURES:
-            b_s, derivative, shown = explicit_logits(b_s, i_queries, i_keys, inside, scale, extra, FEATURES)
-            b_p = tl.exp2(b_s - (lse * LOG2_E)[None, :])  # [BLOCK_N, BLOCK_M]
-        else:
-            shown = inside
-            b_p = tl.exp2(b_s * scale_log2 - (lse * LOG2_E)[None, :])  # [BLOCK_N, BLOCK_M]
-        if MASKED:
-            visible = in_band(shown, i_queries, i_keys, low, high, HAS_LOW, HAS_HIGH)
-            if HIDING & FEATURES:
-                visible = hide(visible, i_queries, i_keys, shown, query_length, key_length, extra, FEATURES)
-            b_p = tl.where(visible, b_p, 0.0)
-        b_d_out = load_rows(
-            d_out_base, i_query, query_begin, query_end, stride_gs, DV, BLOCK_M, BLOCK_DV, EVEN_DV, MASKED
-        )  # [BLOCK_M, BLOCK_DV]
-        b_dropped = b_p
-        if DROPOUT & FEATURES:
-            keep = tl.trans(kept(i_query, i_key, extra, BLOCK_M, BLOCK_N))  # [BLOCK_N, BLOCK_M]
-            b_dropped = tl.where(keep, b_p * keep_scale_of(extra), 0.0)
-        if MAKE_DV:
-            d_v = tile_dot_add(b_dropped.to(b_d_out.dtype), b_d_out, d_v, PRECISION)  # [BLOCK_N, BLOCK_DV]
-        if MAKE_DK:
+        meets = True
+        if DOCUMENTS & FEATURES:
+            meets = documents_meet(i_query, i_key, query_length, key_length, extra, BLOCK_M, BLOCK_N)
+        if meets:
+            i_rows = i_query + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+            i_queries = i_rows[None, :]  # [1, BLOCK_M]
+            b_q = load_rows(
+                q_base, i_query, query_begin, query_end, stride_qs, D, BLOCK_M, BLOCK_D, EVEN_D, MASKED
+            )  # [BLOCK_M, BLOCK_D]
+            b_s = tile_dot(b_k, tl.trans(b_q), PRECISION)  # [BLOCK_N, BLOCK_M]
+            inside = ((i_rows >= query_begin) & (i_rows < query_end))[None, :] & (i_keys < key_length)
             if MASKED:
-                delta = tl.load(delta_base + i_rows, mask=row_inside, other=0.0)  # [BLOCK_M]
+                # Where there is no query the log-sum-exp reads as +inf, so P is 0 there.
+                row_inside = (i_rows >= query_begin) & (i_rows < query_end)
+                lse = tl.load(lse_base + i_rows, mask=row_inside, other=float("inf"))  # [BLOCK_M]
             else:
-                delta = tl.load(delta_base + i_rows)
-            d_p = tile_dot(b_v, tl.trans(b_d_out), PRECISION)  # [BLOCK_N, BLOCK_M]
-            if DROPOUT & FEATURES:
-                d_p = tl.where(keep, d_p * keep_scale_of(extra), 0.0)
-            d_s = b_p * (d_p - delta[None, :])
-            if SOFTCAP & FEATURES:
-                d_s *= derivative
+                lse = tl.load(lse_base + i_rows)
+            if EXPLICIT & FEATURES:
+                b_s, derivative, shown = explicit_logits(b_s, i_queries, i_keys, inside, scale, extra, FEATURES)
+                b_p = tl.exp2(b_s - (lse * LOG2_E)[None, :])  # [BLOCK_N, BLOCK_M]
+            else:
+                shown = inside
+                b_p = tl.exp2(b_s * scale_log2 - (lse * LOG2_E)[None, :])  # [BLOCK_N, BLOCK_M]
             if MASKED:
-                d_s = tl.where(visible, d_s, 0.0)  # 0 * (NaN of a masked key) must not get through
-            d_k = tile_dot_add(d_s.to(b_q.dtype), b_q, d_k, PRECISION)  # [BLOCK_N, BLOCK_D]
+                visible = in_band(shown, i_queries, i_keys, low, high, HAS_LOW, HAS_HIGH)
+                if HIDING & FEATURES:
+                    visible = hide(visible, i_queries, i_keys, shown, query_length, key_length, extra, FEATURES)
+                b_p = tl.where(visible, b_p, 0.0)
+            b_d_out = load_rows(
+                d_out_base, i_query, query_begin, query_end, stride_gs, DV, BLOCK_M, BLOCK_DV, EVEN_DV, MASKED
+            )  # [BLOCK_M, BLOCK_DV]
+            b_dropped = b_p
+            if DROPOUT & FEATURES:
+                keep = tl.trans(kept(i_query, i_key, extra, BLOCK_M, BLOCK_N))  # [BLOCK_N, BLOCK_M]
+                b_dropped = tl.where(keep, b_p * keep_scale_of(extra), 0.0)
+            if MAKE_DV:
+                d_v = tile_dot_add(b_dropped.to(b_d_out.dtype), b_d_out, d_v, PRECISION)  # [BLOCK_N, BLOCK_DV]
+            if MAKE_DK:
+                if MASKED:
+                    delta = tl.load(delta_base + i_rows, mask=row_inside, other=0.0)  # [BLOCK_M]
+                else:
+                    delta = tl.load(delta_base + i_rows)
+                d_p = tile_dot(b_v, tl.trans(b_d_out), PRECISION)  # [BLOCK_N, BLOCK_M]
+                if DROPOUT & FEATURES:
+                    d_p = tl.where(keep, d_p * keep_scale_of(extra), 0.0)
+                d_s = b_p * (d_p - delta[None, :])
+                if SOFTCAP & FEATURES:
+                    d_s *= derivative
+                if MASKED:
+                    d_s = tl.where(visible, d_s, 0.0)  # 0 * (NaN of a masked key) must not get through
+                d_k = tile_dot_add(d_s.to(b_q.dtype), b_q, d_k, PRECISION)  # [BLOCK_N, BLOCK_D]
     return d_k, d_v
 
 
@@ -201,39 +207,43 @@ def _accumulate_dq(
     """
     i_queries = (i_query + tl.arange(0, BLOCK_M))[:, None]  # [BLOCK_M, 1]
     for i_key in range(begin, end, BLOCK_N):
-        b_k = load_rows(
-            k_base, i_key, key_begin, key_end, stride_ks, D, BLOCK_N, BLOCK_D, EVEN_D, MASKED
-        )  # [BLOCK_N, BLOCK_D]
-        b_v = load_rows(
-            v_base, i_key, key_begin, key_end, stride_vs, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
-        )  # [BLOCK_N, BLOCK_DV]
-        b_s = tile_dot(b_q, tl.trans(b_k), PRECISION)  # [BLOCK_M, BLOCK_N]
-        d_p = tile_dot(b_d_out, tl.trans(b_v), PRECISION)  # [BLOCK_M, BLOCK_N]
-        i_keys = (i_key + tl.arange(0, BLOCK_N))[None, :]  # [1, BLOCK_N]
-        inside = i_keys < key_end
-        if HIDING & FEATURES:
-            inside = inside & (i_keys >= key_begin) & (i_queries < query_length)
-        if EXPLICIT & FEATURES:
-            b_s, derivative, shown = explicit_logits(b_s, i_queries, i_keys, inside, scale, extra, FEATURES)
-            b_p = tl.exp2(b_s - lse_log2[:, None])
-        else:
-            shown = inside
-            b_p = tl.exp2(b_s * scale_log2 - lse_log2[:, None])
-        if DROPOUT & FEATURES:
-            d_p = tl.where(kept(i_query, i_key, extra, BLOCK_M, BLOCK_N), d_p * keep_scale_of(extra), 0.0)
-        d_s = b_p * (d_p - delta[:, None])
-        if MASKED:
-            visible = in_band(shown, i_queries, i_keys, low, high, HAS_LOW, HAS_HIGH)
+        meets = True
+        if DOCUMENTS & FEATURES:
+            meets = documents_meet(i_query, i_key, query_length, key_length, extra, BLOCK_M, BLOCK_N)
+        if meets:
+            b_k = load_rows(
+                k_base, i_key, key_begin, key_end, stride_ks, D, BLOCK_N, BLOCK_D, EVEN_D, MASKED
+            )  # [BLOCK_N, BLOCK_D]
+            b_v = load_rows(
+                v_base, i_key, key_begin, key_end, stride_vs, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
+            )  # [BLOCK_N, BLOCK_DV]
+            b_s = tile_dot(b_q, tl.trans(b_k), PRECISION)  # [BLOCK_M, BLOCK_N]
+            d_p = tile_dot(b_d_out, tl.trans(b_v), PRECISION)  # [BLOCK_M, BLOCK_N]
+            i_keys = (i_key + tl.arange(0, BLOCK_N))[None, :]  # [1, BLOCK_N]
+            inside = i_keys < key_end
             if HIDING & FEATURES:
-                visible = hide(visible, i_queries, i_keys, shown, query_length, key_length, extra, FEATURES)
-            d_s = tl.where(visible, d_s, 0.0)
-        if ALIBI & FEATURES:
-            d_slope -= tl.sum(d_s * distance(i_queries, i_keys, extra), 1)
-        if SOFTCAP & FEATURES:
-            d_s *= derivative
-        if GUARDED:
-            b_k = finite_or_zero(b_k)  # a row that sees such a key has a dS that is not finite, either
-        d_q = tile_dot_add(d_s.to(b_k.dtype), b_k, d_q, PRECISION)  # [BLOCK_M, BLOCK_D]
+                inside = inside & (i_keys >= key_begin) & (i_queries < query_length)
+            if EXPLICIT & FEATURES:
+                b_s, derivative, shown = explicit_logits(b_s, i_queries, i_keys, inside, scale, extra, FEATURES)
+                b_p = tl.exp2(b_s - lse_log2[:, None])
+            else:
+                shown = inside
+                b_p = tl.exp2(b_s * scale_log2 - lse_log2[:, None])
+            if DROPOUT & FEATURES:
+                d_p = tl.where(kept(i_query, i_key, extra, BLOCK_M, BLOCK_N), d_p * keep_scale_of(extra), 0.0)
+            d_s = b_p * (d_p - delta[:, None])
+            if MASKED:
+                visible = in_band(shown, i_queries, i_keys, low, high, HAS_LOW, HAS_HIGH)
+                if HIDING & FEATURES:
+                    visible = hide(visible, i_queries, i_keys, shown, query_length, key_length, extra, FEATURES)
+                d_s = tl.where(visible, d_s, 0.0)
+            if ALIBI & FEATURES:
+                d_slope -= tl.sum(d_s * distance(i_queries, i_keys, extra), 1)
+            if SOFTCAP & FEATURES:
+                d_s *= derivative
+            if GUARDED:
+                b_k = finite_or_zero(b_k)  # a row that sees such a key has a dS that is not finite, either
+            d_q = tile_dot_add(d_s.to(b_k.dtype), b_k, d_q, PRECISION)  # [BLOCK_M, BLOCK_D]
     return d_q, d_slope
 
 

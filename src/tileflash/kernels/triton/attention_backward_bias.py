@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 
 from tileflash.kernels.triton.features import (
+    DOCUMENTS,
     DROPOUT,
     PREFIX,
     VARLEN,
+    documents_meet,
     explicit_logits,
     hide,
     keep_scale_of,
@@ -96,6 +98,8 @@ def attention_backward_bias_kernel(
             seen = seen & (i_key - (i_query + BLOCK_M - 1) <= to_high)
         if PREFIX & FEATURES:
             seen = seen | ((i_query < rows) & (i_key < tl.minimum(columns, prefix_of(extra))))
+        if DOCUMENTS & FEATURES:
+            seen = seen & documents_meet(i_query, i_key, rows, columns, extra, BLOCK_M, BLOCK_N)
         if seen:
             i_rows = i_query + tl.arange(0, BLOCK_M)  # [BLOCK_M]
             i_queries = i_rows[:, None]

@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 
 from tileflash.kernels.triton.features import (
+    DOCUMENTS,
     DROPOUT,
     EXPLICIT,
     HIDING,
     PREFIX,
     SINKS,
     VARLEN,
+    documents_meet,
     explicit_logits,
     hide,
     keep_scale_of,
@@ -51,45 +53,49 @@ def _attend(
     """
     i_queries = (i_query + tl.arange(0, BLOCK_M))[:, None]  # [BLOCK_M, 1]
     for i_key in range(begin, end, BLOCK_N):
-        b_k = load_rows(
-            k_base, i_key, key_begin, key_end, stride_ks, D, BLOCK_N, BLOCK_D, EVEN_D, MASKED
-        )  # [BLOCK_N, BLOCK_D]
-        b_s = tile_dot(b_q, tl.trans(b_k), PRECISION)  # [BLOCK_M, BLOCK_N]
-        i_keys = (i_key + tl.arange(0, BLOCK_N))[None, :]  # [1, BLOCK_N]
-        inside = i_keys < key_end
-        if HIDING & FEATURES:
-            inside = inside & (i_keys >= key_begin) & (i_queries < query_length)
-        if EXPLICIT & FEATURES:
-            b_s, _, shown = explicit_logits(b_s, i_queries, i_keys, inside, scale, extra, FEATURES)
-        else:
-            shown = inside
-        if MASKED:
-            visible = in_band(shown, i_queries, i_keys, low, high, HAS_LOW, HAS_HIGH)
+        meets = True
+        if DOCUMENTS & FEATURES:
+            meets = documents_meet(i_query, i_key, query_length, key_length, extra, BLOCK_M, BLOCK_N)
+        if meets:
+            b_k = load_rows(
+                k_base, i_key, key_begin, key_end, stride_ks, D, BLOCK_N, BLOCK_D, EVEN_D, MASKED
+            )  # [BLOCK_N, BLOCK_D]
+            b_s = tile_dot(b_q, tl.trans(b_k), PRECISION)  # [BLOCK_M, BLOCK_N]
+            i_keys = (i_key + tl.arange(0, BLOCK_N))[None, :]  # [1, BLOCK_N]
+            inside = i_keys < key_end
             if HIDING & FEATURES:
-                visible = hide(visible, i_queries, i_keys, shown, query_length, key_length, extra, FEATURES)
-            b_s = tl.where(visible, b_s, -float("inf"))
-        if EXPLICIT & FEATURES:
-            new_max = tl.maximum(row_max, tl.max(b_s, 1))  # [BLOCK_M]
-        else:
-            new_max = tl.maximum(row_max, tl.max(b_s, 1) * scale_log2)  # [BLOCK_M]
-        # A row that has seen nothing yet has the maximum -inf; subtracting it from -inf would be NaN.
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max) if MASKED else new_max
-        if EXPLICIT & FEATURES:
-            b_p = tl.exp2(b_s - shift[:, None])  # [BLOCK_M, BLOCK_N]
-        else:
-            b_p = tl.exp2(b_s * scale_log2 - shift[:, None])  # [BLOCK_M, BLOCK_N]
-        rescale = tl.exp2(row_max - shift)  # [BLOCK_M]
-        row_sum = row_sum * rescale + tl.sum(b_p, 1)
-        acc = acc * rescale[:, None]
-        if DROPOUT & FEATURES:
-            b_p = tl.where(kept(i_query, i_key, extra, BLOCK_M, BLOCK_N), b_p * keep_scale_of(extra), 0.0)
-        b_v = load_rows(
-            v_base, i_key, key_begin, key_end, stride_vs, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
-        )  # [BLOCK_N, BLOCK_DV]
-        if GUARDED:
-            b_p, b_v = poison_unreadable(b_p, b_v, visible)
-        acc = tile_dot_add(b_p.to(b_v.dtype), b_v, acc, PRECISION)  # [BLOCK_M, BLOCK_DV]
-        row_max = new_max
+                inside = inside & (i_keys >= key_begin) & (i_queries < query_length)
+            if EXPLICIT & FEATURES:
+                b_s, _, shown = explicit_logits(b_s, i_queries, i_keys, inside, scale, extra, FEATURES)
+            else:
+                shown = inside
+            if MASKED:
+                visible = in_band(shown, i_queries, i_keys, low, high, HAS_LOW, HAS_HIGH)
+                if HIDING & FEATURES:
+                    visible = hide(visible, i_queries, i_keys, shown, query_length, key_length, extra, FEATURES)
+                b_s = tl.where(visible, b_s, -float("inf"))
+            if EXPLICIT & FEATURES:
+                new_max = tl.maximum(row_max, tl.max(b_s, 1))  # [BLOCK_M]
+            else:
+                new_max = tl.maximum(row_max, tl.max(b_s, 1) * scale_log2)  # [BLOCK_M]
+            # A row that has seen nothing yet has the maximum -inf; subtracting it from -inf would be NaN.
+            shift = tl.where(new_max == -float("inf"), 0.0, new_max) if MASKED else new_max
+            if EXPLICIT & FEATURES:
+                b_p = tl.exp2(b_s - shift[:, None])  # [BLOCK_M, BLOCK_N]
+            else:
+                b_p = tl.exp2(b_s * scale_log2 - shift[:, None])  # [BLOCK_M, BLOCK_N]
+            rescale = tl.exp2(row_max - shift)  # [BLOCK_M]
+            row_sum = row_sum * rescale + tl.sum(b_p, 1)
+            acc = acc * rescale[:, None]
+            if DROPOUT & FEATURES:
+                b_p = tl.where(kept(i_query, i_key, extra, BLOCK_M, BLOCK_N), b_p * keep_scale_of(extra), 0.0)
+            b_v = load_rows(
+                v_base, i_key, key_begin, key_end, stride_vs, DV, BLOCK_N, BLOCK_DV, EVEN_DV, MASKED
+            )  # [BLOCK_N, BLOCK_DV]
+            if GUARDED:
+                b_p, b_v = poison_unreadable(b_p, b_v, visible)
+            acc = tile_dot_add(b_p.to(b_v.dtype), b_v, acc, PRECISION)  # [BLOCK_M, BLOCK_DV]
+            row_max = new_max
     return acc, row_sum, row_max
 
 

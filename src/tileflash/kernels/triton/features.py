@@ -175,6 +175,30 @@ def hide(visible, i_query, i_key, inside, query_length, key_length, operands, FE
 
 
 @triton.jit
+def documents_meet(i_query, i_key, query_length, key_length, operands, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether a tile can hold a query and a key of one document: whether the ranges of their numbers meet.
+
+    Where documents lie one behind the other this leaves out every tile that is hidden whole; numbers in any order only leave out fewer.
+    """
+    (
+        _bias_base, _stride_bias_query, _stride_bias_key, _slope, _sink, _seed, _offset, _stream, query_ids, key_ids, _prefix,
+        _softcap, _drop_below, _keep_scale, _shift,
+    ) = operands  # fmt: skip
+    rows = i_query + tl.arange(0, BLOCK_M)
+    columns = i_key + tl.arange(0, BLOCK_N)
+    rows_inside = (rows >= 0) & (rows < query_length)
+    columns_inside = (columns >= 0) & (columns < key_length)
+    own = tl.load(query_ids + rows, mask=rows_inside, other=0)
+    other = tl.load(key_ids + columns, mask=columns_inside, other=0)
+    least, most = -2147483648, 2147483647
+    own_first = tl.min(tl.where(rows_inside, own, most), 0)
+    own_last = tl.max(tl.where(rows_inside, own, least), 0)
+    other_first = tl.min(tl.where(columns_inside, other, most), 0)
+    other_last = tl.max(tl.where(columns_inside, other, least), 0)
+    return (own_first <= other_last) & (other_first <= own_last)
+
+
+@triton.jit
 def kept(i_query, i_key, operands, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """bool [BLOCK_M, BLOCK_N]: what dropout keeps of the tile at (i_query, i_key), where i_key is a multiple of 4.
 
