@@ -72,7 +72,7 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tenso
 
 
 def assert_within_promise(
-    name: str, actual: Tensor, truth: Tensor, plain: Tensor, summed: float = 0, factor: float = 2
+    name: str, actual: Tensor, truth: Tensor, plain: Tensor, summed: float = 0, factor: float = 2, noise: float = 0
 ) -> None:
     """max|actual - truth| <= factor * max|plain - truth| + one rounding of the largest value; NaN never passes.
 
@@ -88,7 +88,7 @@ def assert_within_promise(
     allowed = factor * (plain.double() - truth).masked_fill(infinite, 0).abs().max().item()
     rounding = max(torch.finfo(actual.dtype).eps, 16 * torch.finfo(torch.float32).eps)
     allowed += rounding * truth.masked_fill(infinite, 0).abs().max().item() + torch.finfo(actual.dtype).tiny
-    allowed += summed**0.5 * torch.finfo(torch.float32).eps
+    allowed += noise + summed**0.5 * torch.finfo(torch.float32).eps
     assert difference <= allowed, f"{name}: error {difference:.3e}, allowed {allowed:.3e}"
 
 

@@ -269,7 +269,12 @@ def check(problem: Problem, backend: str, device: str, with_lse: bool = True) ->
     plain = run(by_hand, drawn.tensors)
     actual = run(ours, drawn.tensors)
     for name, *tensors in zip(["out", *(f"d_{name}" for name in names), "lse"], actual, truth, plain, strict=False):
+        noise = 0.0
         summed = drawn.logits / max(1, tensors[0].numel()) if name in ("d_bias", "d_alibi_slopes", "d_sinks") else 0.0
         if name == "d_alibi_slopes":
             summed *= (drawn.tensors["k"].shape[-3] / 4) ** 2  # its terms are multiplied by distances
-        assert_within_promise(f"{backend} {problem} {name}", *tensors, summed=summed, factor=3)
+        if summed:  # each row's delta carries the rounding of out, which a row's dS sum to (plain PyTorch's sum to 0)
+            rows = problem.batch * problem.heads * drawn.tensors["q"].shape[-3] / max(1, tensors[0].numel())
+            away = drawn.tensors["k"].shape[-3] / 4 if name == "d_alibi_slopes" else 1.0
+            noise = torch.finfo(problem.dtype).eps * (problem.dv * max(1.0, rows)) ** 0.5 * away
+        assert_within_promise(f"{backend} {problem} {name}", *tensors, summed=summed, factor=3, noise=noise)

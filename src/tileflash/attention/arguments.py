@@ -33,7 +33,7 @@ def make_options(
     top_left: bool = False,
     allow_tf32: bool = False,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
-    max_seqlens: tuple[int, int] = (0, 0),
+    max_seqlens: tuple[int | None, int | None] = (None, None),
 ) -> Options:
     """Options for q [B, Sq, Hq, D] and k [B, Sk, Hkv, D], or packed ones [1, total, H, D] with `cu_seqlens`.
 
@@ -41,11 +41,12 @@ def make_options(
     generator, so that activation checkpointing draws the same again.
     """
     batch, query_length, heads, _ = q.shape
-    key_length = k.shape[1]
-    rows = (batch, query_length, batch, key_length)
+    rows = (batch, query_length, batch, k.shape[1])
+    logits: tuple[int | None, ...] = (batch, heads, query_length, k.shape[1])
     if cu_seqlens is not None:
-        batch, (query_length, key_length) = cu_seqlens[0].shape[0] - 1, max_seqlens
-    bias_4d = _bias(bias, (batch, heads, query_length, key_length), q.device, packed=cu_seqlens is not None)
+        batch = cu_seqlens[0].shape[0] - 1
+        logits = (batch, heads, *max_seqlens)
+    bias_4d = _bias(bias, logits, q.device, packed=cu_seqlens is not None)
     query_ids, key_ids = _documents(document_ids, rows, q.device, packed=cu_seqlens is not None)
     options = Options(
         bias=bias_4d,
@@ -57,8 +58,8 @@ def make_options(
         prefix_lengths=_prefix(prefix_lengths, batch, q.device),
         cu_seqlens_q=None if cu_seqlens is None else cu_seqlens[0],
         cu_seqlens_k=None if cu_seqlens is None else cu_seqlens[1],
-        max_seqlen_q=max_seqlens[0],
-        max_seqlen_k=max_seqlens[1],
+        max_seqlen_q=max_seqlens[0] or 0,
+        max_seqlen_k=max_seqlens[1] or 0,
         softcap=_softcap(softcap),
         dropout_p=float(dropout_p),
         top_left=top_left and (alibi_slopes is not None or cu_seqlens is not None),
@@ -75,8 +76,8 @@ _TENSORS = Options._fields.index("max_seqlen_q")
 def check_cu_seqlens(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None, max_seqlen_k: int | None,
     validate: bool,
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
-    """int32 cu_seqlens and upper bounds of the lengths (0: nobody said). `validate` looks into them, which waits for the GPU."""
+) -> tuple[tuple[Tensor, Tensor], tuple[int | None, int | None]]:  # fmt: skip
+    """int32 cu_seqlens and upper bounds of the lengths (None: nobody said). `validate` looks into them, which waits for the GPU."""
     both = []
     for name, cu, rows in (("cu_seqlens_q", cu_seqlens_q, q.shape[0]), ("cu_seqlens_k", cu_seqlens_k, k.shape[0])):
         if not isinstance(cu, Tensor) or cu.dtype not in _INTEGERS or cu.dim() != 1 or cu.shape[0] < 1:
@@ -89,12 +90,12 @@ def check_cu_seqlens(
     if both[0].shape != both[1].shape:
         sizes = (both[0].shape[0], both[1].shape[0])
         raise ValueError(f"cu_seqlens_k must have as many entries as cu_seqlens_q, {sizes[0]}, got {sizes[1]}")
-    longest = []
+    longest: list[int | None] = []
     for name, bound, cu, given in (
         ("max_seqlen_q", max_seqlen_q, both[0], cu_seqlens_q), ("max_seqlen_k", max_seqlen_k, both[1], cu_seqlens_k),
     ):  # fmt: skip
         if bound is None:
-            longest.append(0)
+            longest.append(None)
             continue
         if isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt)) or bound < 0:
             raise ValueError(f"{name} must be an integer >= 0 or None, got {bound!r}")
@@ -115,7 +116,7 @@ def _look_into(name: str, cu: Tensor, rows: int) -> None:
         raise ValueError(f"{name} must end at or before the {rows} rows there are, got {values[-1]}")
 
 
-def _bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device, *, packed: bool) -> Tensor | None:
+def _bias(bias: Tensor | None, shape: tuple[int | None, ...], device: torch.device, *, packed: bool) -> Tensor | None:
     """The bias as [1 or B, 1 or Hq, 1 or Sq, 1 or Sk]."""
     if bias is None:
         return None
@@ -129,8 +130,8 @@ def _bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device, *, 
     names = ("sequences" if packed else "batch", "heads", "queries", "keys")
     for place, (name, size, whole) in enumerate(zip(names, bias.shape, shape, strict=True)):
         if packed and place >= 2:
-            if size != 1 and (whole == 0 or size < whole):
-                said = "is not given" if whole == 0 else f"is {whole}"
+            if size != 1 and (whole is None or size < whole):
+                said = "is not given" if whole is None else f"is {whole}"
                 raise ValueError(
                     f"bias has {size} {name}: of packed sequences it must have 1 or at least max_seqlen_"
                     f"{'qk'[place - 2]}, which {said}"

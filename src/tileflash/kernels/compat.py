@@ -38,7 +38,8 @@ class PreparedLaunch:
     ) -> None:
         """Launch on the current stream of CUDA device `device_index`, which must be the current device.
 
-        `tuples` come behind the tensors; a tensor in the first place of one may be misaligned, those in others are not specialised.
+        `tuples` of tensors and numbers come behind the tensors. Triton specialises what is in them, too (a number that is 1 or a
+        multiple of 16, an address that is a multiple of 16); the numbers must be those of the first call.
         """
         if self.grid_size == 0:
             return
@@ -47,7 +48,9 @@ class PreparedLaunch:
         for address in addresses:
             misaligned = misaligned << 1 | (address & 15 != 0)
         for values in tuples:
-            misaligned = misaligned << 1 | (len(values) > 0 and values[0].data_ptr() & 15 != 0)
+            for value in values:
+                if isinstance(value, Tensor):
+                    misaligned = misaligned << 1 | (value.data_ptr() & 15 != 0)
         compiled = self.compiled.get(misaligned)
         if compiled is None or knobs.runtime.launch_enter_hook.calls:  # a profiler's hook wants the whole way
             compiled = self.kernel[(self.grid_size,)](*tensors, *tuples, *self.scalars, **self.options)

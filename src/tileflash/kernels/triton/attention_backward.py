@@ -105,11 +105,9 @@ def _accumulate_dkdv(
     return d_k, d_v
 
 
-@triton.jit(
-    do_not_specialize=["options", "query_length", "key_length", "kv_heads", "batch_heads", "head_group", "low", "high"]
-)
+@triton.jit(do_not_specialize=["query_length", "key_length", "kv_heads", "batch_heads", "head_group", "low", "high"])
 def attention_backward_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, d_k_ptr, d_v_ptr, bias, options,
+    q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, d_k_ptr, d_v_ptr, bias, extras,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     query_length, key_length, kv_heads, batch_heads, head_group, D, DV, scale, scale_log2, low, high,
@@ -122,13 +120,13 @@ def attention_backward_dkdv_kernel(
     Both accumulators of a wide head do not fit the registers: such heads take two launches, one with MAKE_DK, one with MAKE_DV.
     """
     i_key, sequence, kv_head, k_first, key_length = own_key_tile(
-        key_length, kv_heads, batch_heads, head_group, options, BLOCK_N, FEATURES
+        key_length, kv_heads, batch_heads, head_group, extras, BLOCK_N, FEATURES
     )
-    q_first, query_length, shift = other_queries(sequence, i_key, query_length, key_length, options, FEATURES)
+    q_first, query_length, shift = other_queries(sequence, i_key, query_length, key_length, extras, FEATURES)
     if VARLEN & FEATURES:
         low += shift
         high += shift
-    total_rows = total_query_rows(query_length, options, FEATURES)
+    total_rows = total_query_rows(query_length, extras, FEATURES)
 
     k_base = k_ptr + sequence * stride_kb + kv_head * stride_kh + k_first * stride_ks
     v_base = v_ptr + sequence * stride_vb + kv_head * stride_vh + k_first * stride_vs
@@ -144,7 +142,7 @@ def attention_backward_dkdv_kernel(
     d_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for i_group in range(KV_GROUP):
         head = kv_head * KV_GROUP + i_group
-        extra = operands(bias, options, sequence, head, kv_heads * KV_GROUP, shift, q_first, k_first, FEATURES)
+        extra = operands(bias, extras, sequence, head, kv_heads * KV_GROUP, shift, q_first, k_first, FEATURES)
         q_base = q_ptr + sequence * stride_qb + head * stride_qh + q_first * stride_qs
         d_out_base = d_out_ptr + sequence * stride_gb + head * stride_gh + q_first * stride_gs
         if VARLEN & FEATURES:
@@ -239,11 +237,9 @@ def _accumulate_dq(
     return d_q, d_slope
 
 
-@triton.jit(
-    do_not_specialize=["options", "query_length", "key_length", "heads", "batch_heads", "head_group", "low", "high"]
-)
+@triton.jit(do_not_specialize=["query_length", "key_length", "heads", "batch_heads", "head_group", "low", "high"])
 def attention_backward_dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, delta_ptr, d_q_ptr, d_slopes_ptr, bias, options,
+    q_ptr, k_ptr, v_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, delta_ptr, d_q_ptr, d_slopes_ptr, bias, extras,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_dqb, stride_dqs, stride_dqh,
     query_length, key_length, heads, batch_heads, head_group, D, DV, scale, scale_log2, low, high,
@@ -254,16 +250,16 @@ def attention_backward_dq_kernel(
     """d_q [B, Sq, Hq, D]; delta = rowsum(out * d_out) - d_lse and, with ALiBi, each row's part of d_slopes, in the layout of lse."""
     total_rows = query_length
     i_query, sequence, head, q_first, query_length = own_queries(
-        query_length, heads, batch_heads, head_group, options, BLOCK_M, FEATURES
+        query_length, heads, batch_heads, head_group, extras, BLOCK_M, FEATURES
     )
-    k_first, key_length, shift = own_keys(sequence, i_query, query_length, key_length, options, FEATURES)
+    k_first, key_length, shift = own_keys(sequence, i_query, query_length, key_length, extras, FEATURES)
     if VARLEN & FEATURES:
         low += shift
         high += shift
         row_base = head * total_rows + q_first
     else:
         row_base = (sequence * heads + head) * query_length
-    extra = operands(bias, options, sequence, head, heads, shift, q_first, k_first, FEATURES)
+    extra = operands(bias, extras, sequence, head, heads, shift, q_first, k_first, FEATURES)
 
     i_queries = i_query + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     inside = i_queries < query_length
@@ -341,7 +337,8 @@ def attention_backward_dq_kernel(
             if HAS_D_LSE:
                 delta_part -= tl.load(d_lse_ptr + row_base + i_rows, mask=rows_inside, other=0.0)
             d_q_part, d_slope_part = _accumulate_dq(
-                tl.zeros([16, BLOCK_D], tl.float32), tl.zeros([16], tl.float32), b_q_part, b_d_out_part, lse_log2_part, delta_part, k_base, v_base,
+                tl.zeros([16, BLOCK_D], tl.float32), tl.zeros([16], tl.float32),
+                b_q_part, b_d_out_part, lse_log2_part, delta_part, k_base, v_base,
                 i_part, key_begin // 16 * 16, key_end, key_begin, key_end, query_length, key_length, stride_ks, stride_vs,
                 scale, scale_log2, low, high, D, DV, extra,
                 16, 16, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES, True,

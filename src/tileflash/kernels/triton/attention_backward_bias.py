@@ -25,7 +25,6 @@ from tileflash.kernels.triton.tile import LOG2_E, in_band, load_rows, tile_dot
 
 @triton.jit(
     do_not_specialize=[
-        "options",
         "query_length",
         "key_length",
         "batch",
@@ -38,7 +37,7 @@ from tileflash.kernels.triton.tile import LOG2_E, in_band, load_rows, tile_dot
     ]
 )
 def attention_backward_bias_kernel(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, d_bias_ptr, bias, options,
+    q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, d_bias_ptr, bias, extras,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
     query_length, key_length, batch, heads, bias_queries, bias_keys, splits, D, DV, scale, low, high,
     ONE_BATCH: tl.constexpr, ONE_HEAD: tl.constexpr, ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr,
@@ -78,9 +77,9 @@ def attention_backward_bias_kernel(
         head = (own_head + step // walk_keys // walk_queries % walk_heads).to(tl.int64)
         sequence = (own_batch + step // walk_keys // walk_queries // walk_heads).to(tl.int64)
         q_first, rows, k_first, columns, shift, total_rows = packed_pair(
-            sequence, query_length, key_length, options, FEATURES
+            sequence, query_length, key_length, extras, FEATURES
         )
-        extra = operands(bias, options, sequence, head, heads, shift, q_first, k_first, FEATURES)
+        extra = operands(bias, extras, sequence, head, heads, shift, q_first, k_first, FEATURES)
         from_low = low
         to_high = high
         if VARLEN & FEATURES:

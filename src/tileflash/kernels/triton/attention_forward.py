@@ -120,11 +120,9 @@ def _finish(
 
 
 # Lengths and counts are not specialised: a new length must not mean a new compilation.
-@triton.jit(
-    do_not_specialize=["options", "query_length", "key_length", "heads", "batch_heads", "head_group", "low", "high"]
-)
+@triton.jit(do_not_specialize=["query_length", "key_length", "heads", "batch_heads", "head_group", "low", "high"])
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias, options,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias, extras,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     query_length, key_length, heads, batch_heads, head_group, D, DV, scale, scale_log2, low, high,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -138,13 +136,13 @@ def attention_forward_kernel(
     """
     total_rows = query_length
     i_query, sequence, head, q_first, query_length = own_queries(
-        query_length, heads, batch_heads, head_group, options, BLOCK_M, FEATURES
+        query_length, heads, batch_heads, head_group, extras, BLOCK_M, FEATURES
     )
-    k_first, key_length, shift = own_keys(sequence, i_query, query_length, key_length, options, FEATURES)
+    k_first, key_length, shift = own_keys(sequence, i_query, query_length, key_length, extras, FEATURES)
     if VARLEN & FEATURES:
         low += shift
         high += shift
-    extra = operands(bias, options, sequence, head, heads, shift, q_first, k_first, FEATURES)
+    extra = operands(bias, extras, sequence, head, heads, shift, q_first, k_first, FEATURES)
 
     q_base = q_ptr + sequence * stride_qb + head * stride_qh + q_first * stride_qs
     k_base = k_ptr + sequence * stride_kb + head // KV_GROUP * stride_kh + k_first * stride_ks
@@ -184,7 +182,7 @@ def attention_forward_kernel(
 
     out_base = out_ptr + sequence * stride_ob + head * stride_oh + q_first * stride_os
     if VARLEN & FEATURES:
-        slack = is_slack(sequence, options)
+        slack = is_slack(sequence, extras)
         lse_base = lse_ptr + head * total_rows + q_first
     else:
         slack = False

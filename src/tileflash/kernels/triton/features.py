@@ -2,8 +2,8 @@
 
 FEATURES says at compile time which options are on, as a sum of the bits below. Their operands travel in two tuples:
 
-    bias     (pointer, and its strides by batch, head, query, key), specialised on strides as all tensors are
-    options  (see `unpack`), not specialised, so that a new length does not mean a new compilation
+    bias     (pointer, and its strides by batch, head, query, key)
+    extras   (see `operands`)
 
 Positions come as columns and rows that broadcast: i_query [M, 1] with i_key [1, N], or [1, M] with [N, 1] in the kernel that works on
 transposed tiles.
@@ -41,7 +41,7 @@ def tanh(x):
 
 
 @triton.jit
-def operands(bias, options, sequence, head, heads, shift, query_begin, key_begin, FEATURES: tl.constexpr):
+def operands(bias, extras, sequence, head, heads, shift, query_begin, key_begin, FEATURES: tl.constexpr):
     """What the functions below need of the options, for one head of one sequence.
 
     `shift` is the key position at which query 0 stands; `query_begin` and `key_begin` are where a packed sequence starts (else 0).
@@ -65,7 +65,7 @@ def operands(bias, options, sequence, head, heads, shift, query_begin, key_begin
             slopes_ptr, sinks_ptr, rng_ptr, query_ids_ptr, key_ids_ptr, prefix_ptr, _cu_q, _cu_k,
             stride_slopes, stride_query_ids, stride_key_ids, _sequences, _steps, _total_q, _total_k,
             softcap, drop_below, keep_scale, _top_left,
-        ) = options  # fmt: skip
+        ) = extras  # fmt: skip
         if ALIBI & FEATURES:
             slope = tl.load(slopes_ptr + sequence * stride_slopes + head).to(tl.float32)
         if (BIAS & FEATURES) | (MASK & FEATURES):

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
+from tileflash.kernels.triton import features
 from tileflash.kernels.triton.attention_backward import (
     attention_backward_dkdv_kernel,
     attention_backward_dq_kernel,
 )
+from tileflash.kernels.triton.attention_backward_bias import attention_backward_bias_kernel
 from tileflash.kernels.triton.attention_forward import attention_forward_kernel
 from tileflash.kernels.triton.configurations import SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
 
@@ -39,7 +42,20 @@ _KERNELS = {
     "dk": attention_backward_dkdv_kernel,
     "dv": attention_backward_dkdv_kernel,
     "dq": attention_backward_dq_kernel,
+    "bias": attention_backward_bias_kernel,
 }
+# A mask and a bias are one operand, and a scale that is not positive adds nothing to these.
+EVERY_OPTION = sum(
+    bit.value
+    for bit in (
+        features.ALIBI, features.SOFTCAP, features.BIAS, features.DOCUMENTS, features.PREFIX, features.SINKS, features.DROPOUT,
+        features.VARLEN,
+    )
+)  # fmt: skip
+_BIAS_TYPES = ("*fp32", "i32", "i32", "i32", "i32")
+_EXTRAS_TYPES = (
+    "*fp32", "*fp32", "*i64", "*i32", "*i32", "*i32", "*i32", "*i32", *["i32"] * 7, "fp32", "i32", "fp32", "i32",
+)  # fmt: skip
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -56,6 +72,7 @@ class Report:
     head_dim: int
     banded: bool
     dtype: str
+    features: int
     tile: tuple[int, ...]
     registers: int
     spill_bytes: int
@@ -65,29 +82,41 @@ class Report:
 
 
 def shipped_configurations(
-    target: str, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)
+    target: str, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256), feature_bits: int = 0
 ) -> Iterator[tuple[str, int, bool, Tile]]:
     """(kernel, head dimension, banded, tile) of everything that `tileflash.attention` launches on the target."""
     gpu = TARGETS[target]
-    capability = divmod(int(gpu.arch), 10) if gpu.backend == "cuda" else (9, 4)
+    capability = divmod(int(gpu.arch), 10) if gpu.backend == "cuda" else (0, 1)
     for head_dim in head_dims:
         key_passes: tuple[Kernel, ...] = ("dk", "dv") if head_dim >= SPLIT_KEY_PASS_FROM else ("dkdv",)
         kernels: tuple[Kernel, ...] = ("forward", *key_passes, "dq")
-        for banded in (False, True):
+        if feature_bits & features.BIAS.value:
+            kernels = (*kernels, "bias")
+        for banded in (False, True) if not feature_bits else (True,):
             for kernel in kernels:
-                yield kernel, head_dim, banded, select_tile(kernel, head_dim, dtype, capability, banded)
+                yield kernel, head_dim, banded, select_tile(kernel, head_dim, dtype, capability, banded, feature_bits)
 
 
-def compile_offline(target: str, kernel: str, head_dim: int, banded: bool, tile: Tile, dtype: torch.dtype) -> Report:
-    """Compile one kernel for a target and read the result. Works without a GPU; takes one to five seconds."""
+def compile_offline(
+    target: str, kernel: str, head_dim: int, banded: bool, tile: Tile, dtype: torch.dtype, feature_bits: int = 0
+) -> Report:
+    """Compile one kernel for a target and read the result. Works without a GPU; takes one to ten seconds."""
     function = _KERNELS[kernel]
-    constants: dict[str, Any] = {
+    constants: dict[Any, Any] = {
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": head_dim, "BLOCK_DV": head_dim, "KV_GROUP": 1,
         "EVEN_D": True, "EVEN_DV": True, "HAS_LOW": False, "HAS_HIGH": banded, "HAS_D_LSE": False, "PRECISION": "ieee",
-        "MAKE_DK": kernel != "dv", "MAKE_DV": kernel != "dk",
+        "MAKE_DK": kernel != "dv", "MAKE_DV": kernel != "dk", "FEATURES": feature_bits,
+        "ONE_BATCH": True, "ONE_HEAD": False, "ONE_QUERY": False, "ONE_KEY": False,
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    signature = {name: _type_of(name, dtype) if name not in constants else "constexpr" for name in function.arg_names}
+    tuples = {
+        "bias": _BIAS_TYPES if feature_bits & features.BIAS.value else (),
+        "extras": _EXTRAS_TYPES if feature_bits else (),
+    }
+    signature = {
+        name: "constexpr" if name in constants else tuples[name] if name in tuples else _type_of(name, dtype)
+        for name in function.arg_names
+    }  # fmt: skip
     # Strides, head dimensions and addresses are multiples of 16 in every case that matters.
     divisible = [
         i
@@ -107,6 +136,7 @@ def compile_offline(target: str, kernel: str, head_dim: int, banded: bool, tile:
         head_dim,
         banded,
         _TYPE_NAMES[dtype],
+        feature_bits,
         (*tile,),
         registers,
         spill_bytes,
@@ -117,7 +147,7 @@ def compile_offline(target: str, kernel: str, head_dim: int, banded: bool, tile:
 
 
 def _type_of(name: str, dtype: torch.dtype) -> str:
-    if name in ("lse_ptr", "delta_ptr", "d_lse_ptr"):
+    if name in ("lse_ptr", "delta_ptr", "d_lse_ptr", "d_slopes_ptr", "d_bias_ptr"):
         return "*fp32"
     if name.endswith("_ptr"):
         return "*" + _TYPE_NAMES[dtype]
@@ -148,12 +178,26 @@ def _read_amd(compiled: Any, target: str) -> tuple[int, int, int, int]:
     return int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0]), 4 * spilled, text.count("v_mfma"), 0
 
 
+def check_signatures() -> None:
+    """Make each kernel's launch function, which a launch does first and a compilation alone does not: it refuses some names."""
+    for target in ("sm_90", "gfx942"):
+        backend = make_backend(TARGETS[target])
+        for kernel in _KERNELS.values():
+            create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
 def main(targets: list[str]) -> None:
-    """Print a JSON line for each shipped configuration of each target, in bf16 and for head dimension 64 in fp32."""
+    """Print a JSON line for each shipped configuration of each target: bf16; head dimension 64 in fp32; and with every option on."""
+    check_signatures()
     for target in targets:
-        for dtype, head_dims in ((torch.bfloat16, (64, 128, 256)), (torch.float32, (64,))):
-            for kernel, head_dim, banded, tile in shipped_configurations(target, dtype, head_dims):
-                print(json.dumps(asdict(compile_offline(target, kernel, head_dim, banded, tile, dtype))), flush=True)
+        for dtype, head_dims, feature_bits in (
+            (torch.bfloat16, (64, 128, 256), 0),
+            (torch.float32, (64,), 0),
+            (torch.bfloat16, (64, 256, 512), EVERY_OPTION),
+        ):
+            for kernel, head_dim, banded, tile in shipped_configurations(target, dtype, head_dims, feature_bits):
+                report = compile_offline(target, kernel, head_dim, banded, tile, dtype, feature_bits)
+                print(json.dumps(asdict(report)), flush=True)
 
 
 if __name__ == "__main__":

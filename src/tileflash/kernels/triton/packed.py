@@ -8,32 +8,32 @@ from tileflash.kernels.triton.tile import query_tile
 
 
 @triton.jit
-def _varlen(options):
+def _varlen(extras):
     """(cu_seqlens of the queries, of the keys, number of sequences, steps of a search in it, total queries, total keys)."""
     (
         _slopes, _sinks, _rng, _query_ids, _key_ids, _prefix, cu_q_ptr, cu_k_ptr,
         _stride_slopes, _stride_query_ids, _stride_key_ids, sequences, steps, total_q, total_k,
         _softcap, _drop_below, _keep_scale, _top_left,
-    ) = options  # fmt: skip
+    ) = extras  # fmt: skip
     return cu_q_ptr, cu_k_ptr, sequences, steps, total_q, total_k
 
 
 @triton.jit
-def _top_left(options):
+def _top_left(extras):
     """1 where query 0 stands at key 0, 0 where the last query stands at the last key."""
     (
         _slopes, _sinks, _rng, _query_ids, _key_ids, _prefix, _cu_q, _cu_k,
         _stride_slopes, _stride_query_ids, _stride_key_ids, _sequences, _steps, _total_q, _total_k,
         _softcap, _drop_below, _keep_scale, top_left,
-    ) = options  # fmt: skip
+    ) = extras  # fmt: skip
     return top_left
 
 
 @triton.jit
-def own_queries(query_length, heads, batch_heads, head_group, options, BLOCK_M: tl.constexpr, FEATURES: tl.constexpr):
+def own_queries(query_length, heads, batch_heads, head_group, extras, BLOCK_M: tl.constexpr, FEATURES: tl.constexpr):
     """This program's tile of queries: (first row within the sequence, sequence, head, the sequence's first row, its length)."""
     if VARLEN & FEATURES:
-        cu_q_ptr, _cu_k, sequences, steps, total_q, _total_k = _varlen(options)
+        cu_q_ptr, _cu_k, sequences, steps, total_q, _total_k = _varlen(extras)
         slots = total_q // BLOCK_M + sequences + 1
         head = tl.program_id(0) // slots
         slot = slots - 1 - (tl.program_id(0) - head * slots)
@@ -45,11 +45,11 @@ def own_queries(query_length, heads, batch_heads, head_group, options, BLOCK_M: 
 
 
 @triton.jit
-def own_keys(sequence, i_query, query_length, key_length, options, FEATURES: tl.constexpr):
+def own_keys(sequence, i_query, query_length, key_length, extras, FEATURES: tl.constexpr):
     """What a tile of queries may look at: (first row of the sequence's keys, their number, the key at which query 0 stands)."""
     shift = 0
     if VARLEN & FEATURES:
-        _cu_q, cu_k_ptr, sequences, _steps, _total_q, total_k = _varlen(options)
+        _cu_q, cu_k_ptr, sequences, _steps, _total_q, total_k = _varlen(extras)
         first, key_length = packed_rows(sequence, cu_k_ptr, sequences, total_k)
         # Behind the last sequence, and in slots that no tile fell into, there is nothing to look at.
         key_length = tl.where((sequence == sequences) | (i_query >= query_length), 0, key_length)
@@ -57,16 +57,16 @@ def own_keys(sequence, i_query, query_length, key_length, options, FEATURES: tl.
     else:
         first = 0
     if (ALIBI & FEATURES) | (VARLEN & FEATURES):
-        shift = tl.where(_top_left(options) != 0, 0, key_length - query_length)
+        shift = tl.where(_top_left(extras) != 0, 0, key_length - query_length)
     return first, key_length, shift
 
 
 @triton.jit
-def own_key_tile(key_length, kv_heads, batch_heads, head_group, options, BLOCK_N: tl.constexpr, FEATURES: tl.constexpr):
+def own_key_tile(key_length, kv_heads, batch_heads, head_group, extras, BLOCK_N: tl.constexpr, FEATURES: tl.constexpr):
     """This program's tile of keys: (first row within the sequence, sequence, K/V head, the sequence's first row, its length)."""
     program = tl.program_id(0)
     if VARLEN & FEATURES:
-        _cu_q, cu_k_ptr, sequences, steps, _total_q, total_k = _varlen(options)
+        _cu_q, cu_k_ptr, sequences, steps, _total_q, total_k = _varlen(extras)
         slots = total_k // BLOCK_N + sequences + 1
         head = program // slots
         sequence, first, length, i_key = packed_tile(
@@ -90,52 +90,52 @@ def own_key_tile(key_length, kv_heads, batch_heads, head_group, options, BLOCK_N
 
 
 @triton.jit
-def other_queries(sequence, i_key, query_length, key_length, options, FEATURES: tl.constexpr):
+def other_queries(sequence, i_key, query_length, key_length, extras, FEATURES: tl.constexpr):
     """Who may look at a tile of keys: (first row of the sequence's queries, their number, the key at which query 0 stands)."""
     first = 0
     shift = 0
     if VARLEN & FEATURES:
-        cu_q_ptr, _cu_k, sequences, _steps, total_q, _total_k = _varlen(options)
+        cu_q_ptr, _cu_k, sequences, _steps, total_q, _total_k = _varlen(extras)
         first, query_length = packed_rows(sequence, cu_q_ptr, sequences, total_q)
         query_length = tl.where((sequence == sequences) | (i_key >= key_length), 0, query_length)
         first = first.to(tl.int64)
     if (ALIBI & FEATURES) | (VARLEN & FEATURES):
-        shift = tl.where(_top_left(options) != 0, 0, key_length - query_length)
+        shift = tl.where(_top_left(extras) != 0, 0, key_length - query_length)
     return first, query_length, shift
 
 
 @triton.jit
-def packed_pair(sequence, query_length, key_length, options, FEATURES: tl.constexpr):
+def packed_pair(sequence, query_length, key_length, extras, FEATURES: tl.constexpr):
     """Rows of one sequence on both sides: (first query, queries, first key, keys, the key at which query 0 stands, all query rows)."""
     q_first = 0
     k_first = 0
     shift = 0
     total_q = query_length
     if VARLEN & FEATURES:
-        cu_q_ptr, cu_k_ptr, sequences, _steps, total_q, total_k = _varlen(options)
+        cu_q_ptr, cu_k_ptr, sequences, _steps, total_q, total_k = _varlen(extras)
         q_first, query_length = packed_rows(sequence, cu_q_ptr, sequences, total_q)
         k_first, key_length = packed_rows(sequence, cu_k_ptr, sequences, total_k)
         q_first = q_first.to(tl.int64)
         k_first = k_first.to(tl.int64)
     if (ALIBI & FEATURES) | (VARLEN & FEATURES):
-        shift = tl.where(_top_left(options) != 0, 0, key_length - query_length)
+        shift = tl.where(_top_left(extras) != 0, 0, key_length - query_length)
     return q_first, query_length, k_first, key_length, shift, total_q
 
 
 @triton.jit
-def total_query_rows(query_length, options, FEATURES: tl.constexpr):
+def total_query_rows(query_length, extras, FEATURES: tl.constexpr):
     """Rows of the whole query tensor: what a head's log-sum-exp takes."""
     if VARLEN & FEATURES:
-        _cu_q, _cu_k, _sequences, _steps, total_q, _total_k = _varlen(options)
+        _cu_q, _cu_k, _sequences, _steps, total_q, _total_k = _varlen(extras)
         return total_q
     else:
         return query_length
 
 
 @triton.jit
-def is_slack(sequence, options):
+def is_slack(sequence, extras):
     """Whether these are the rows behind the last sequence."""
-    _cu_q, _cu_k, sequences, _steps, _total_q, _total_k = _varlen(options)
+    _cu_q, _cu_k, sequences, _steps, _total_q, _total_k = _varlen(extras)
     return sequence == sequences
 
 
