@@ -25,12 +25,22 @@ class PreparedLaunch:
 
     __slots__ = ("compiled", "grid_size", "kernel", "options", "scalars")
 
-    def __init__(self, kernel: Any, grid_size: int, scalars: tuple[Any, ...], num_warps: int, num_stages: int) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid_size: int,
+        scalars: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int,
+        max_registers: int = 0,
+    ) -> None:
         """`scalars` are all parameters after the tensors and tuples, constants included, in order."""
         self.kernel = kernel
         self.grid_size = grid_size
         self.scalars = scalars
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        if max_registers:  # no option of AMD's
+            self.options["maxnreg"] = max_registers
         self.compiled: dict[int, Any] = {}
 
     def __call__(

@@ -231,7 +231,12 @@ def _prepare_forward(
         tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(),
     )  # fmt: skip
     return PreparedLaunch(
-        attention_forward_kernel, sizes.query_programs(tile.block_m), scalars, tile.num_warps, tile.num_stages
+        attention_forward_kernel,
+        sizes.query_programs(tile.block_m),
+        scalars,
+        tile.num_warps,
+        tile.num_stages,
+        tile.max_registers,
     )
 
 
@@ -249,7 +254,11 @@ def _prepare_backward(
         tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(), has_d_lse,
     )  # fmt: skip
     programs = sizes.query_programs(tile.block_m)
-    launches = [PreparedLaunch(attention_backward_dq_kernel, programs, scalars, tile.num_warps, tile.num_stages)]
+    launches = [
+        PreparedLaunch(
+            attention_backward_dq_kernel, programs, scalars, tile.num_warps, tile.num_stages, tile.max_registers
+        )
+    ]
     for kernel, make_dk, make_dv in sizes.key_passes():
         tile = sizes.tile(kernel)
         scalars = (
@@ -259,7 +268,9 @@ def _prepare_backward(
         )  # fmt: skip
         programs = sizes.key_programs(tile.block_n)
         launches.append(
-            PreparedLaunch(attention_backward_dkdv_kernel, programs, scalars, tile.num_warps, tile.num_stages)
+            PreparedLaunch(
+                attention_backward_dkdv_kernel, programs, scalars, tile.num_warps, tile.num_stages, tile.max_registers
+            )
         )
     return tuple(launches)
 
@@ -292,7 +303,7 @@ def _bias_gradient(
         tile.block_m, tile.block_n, sizes.block_d, sizes.block_dv, *sizes.flags(),
     )  # fmt: skip
     launch = PreparedLaunch(
-        attention_backward_bias_kernel, own_tiles * splits, scalars, tile.num_warps, tile.num_stages
+        attention_backward_bias_kernel, own_tiles * splits, scalars, tile.num_warps, tile.num_stages, tile.max_registers
     )
     launch((q, k, v, d_out, lse, delta, partial), q.get_device(), tuples)
     return partial.sum(0).to(bias.dtype)

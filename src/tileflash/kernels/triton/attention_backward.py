@@ -316,7 +316,8 @@ def attention_backward_dq_kernel(
     # As in the forward pass: where something not finite came in, rows are made once more, in small tiles that look for it.
     lost = 0
     if HAS_LOW or HAS_HIGH or (HIDING & FEATURES):
-        lost = tl.max(tl.max((d_q != d_q).to(tl.int32), 1), 0)
+        row_total = tl.sum(d_q, 1)
+        lost = tl.max((row_total != row_total).to(tl.int32), 0)
     if lost == 0:
         store_rows(d_q_base, d_q * scale, i_query, query_length, stride_dqs, D, BLOCK_M, BLOCK_D)
         if ALIBI & FEATURES:

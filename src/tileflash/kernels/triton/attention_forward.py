@@ -191,7 +191,8 @@ def attention_forward_kernel(
     # registers, so it is looked for in the result, and then these rows are made once more.
     lost = 0
     if HAS_LOW or HAS_HIGH or (HIDING & FEATURES):
-        lost = tl.max(tl.max((acc != acc).to(tl.int32), 1), 0)
+        row_total = tl.sum(acc, 1)  # NaN if one is (or if +inf and -inf meet, which costs time only)
+        lost = tl.max((row_total != row_total).to(tl.int32), 0)
     if lost == 0:
         _finish(
             acc, row_sum, row_max, out_base, lse_base, i_query, query_length, stride_os, DV, slack, BLOCK_M, BLOCK_DV

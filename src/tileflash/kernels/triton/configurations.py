@@ -15,24 +15,28 @@ SPLIT_KEY_PASS_FROM = 256
 
 
 class Tile(NamedTuple):
-    """Query rows and key rows of a tile, warps of a program, stages of the software pipeline."""
+    """Query rows and key rows of a tile, warps of a program, stages of the software pipeline, registers of a thread (0: any number).
+
+    Registers are bounded where a few less let one more program run on a multiprocessor.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
 
 # Hopper has 227 KB of shared memory and wgmma. (full, banded) where the two differ.
 HOPPER: dict[tuple[Kernel, int], tuple[Tile, Tile]] = {
-    ("forward", 64): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    ("forward", 64): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, 128)),
     ("forward", 128): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
     ("forward", 256): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
     ("dkdv", 64): (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("dkdv", 128): (Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
     ("dk", 256): (Tile(32, 128, 8, 2), Tile(32, 128, 8, 2)),
     ("dv", 256): (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2)),
-    ("dq", 64): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+    ("dq", 64): (Tile(128, 64, 8, 3, 128), Tile(64, 64, 4, 3, 168)),
     ("dq", 128): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("dq", 256): (Tile(128, 64, 8, 1), Tile(128, 64, 8, 1)),
 }

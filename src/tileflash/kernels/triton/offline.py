@@ -125,9 +125,10 @@ def compile_offline(
     ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
     source = ASTSource(function, signature, constants, attributes)
-    compiled = triton.compile(
-        source, target=TARGETS[target], options={"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.max_registers:
+        options["maxnreg"] = tile.max_registers
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
     read = _read_amd if TARGETS[target].backend == "hip" else _read_nvidia
     registers, spill_bytes, matrix_instructions, warnings = read(compiled, target)
     return Report(
