@@ -36,9 +36,15 @@ def test_the_plan_is_what_is_launched(case: Case, device: str, monkeypatch: pyte
         __slots__ = ()
 
         def __init__(
-            self, kernel: Any, grid_size: int, scalars: tuple[Any, ...], num_warps: int, num_stages: int
+            self,
+            kernel: Any,
+            grid_size: int,
+            scalars: tuple[Any, ...],
+            num_warps: int,
+            num_stages: int,
+            registers: int = 0,
         ) -> None:
-            super().__init__(kernel, grid_size, scalars, num_warps, num_stages)
+            super().__init__(kernel, grid_size, scalars, num_warps, num_stages, registers)
             given = dict(zip(kernel.arg_names[-len(scalars) :], scalars, strict=True))
             made.append((grid_size, num_warps, given["BLOCK_M"], given["BLOCK_N"], num_stages))
 
