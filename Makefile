@@ -33,7 +33,7 @@ demo: $(STAMP)
 	$(BIN)/tileflash compare gpt2-tiny llama3-tiny --demo --output reports/demo
 
 test: $(STAMP) $(TRITON36)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from tileflash.cli import app
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-PAGES = [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # typer brings click's classes along or takes click's own, by its version; either way this is click's UsageError.
 USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 

@@ -33,6 +33,22 @@ SHAPES = [
     Case(31, 31, 100, batch=1, heads=1, kv_heads=1, causal=True),
     Case(33, 33, 136, batch=1, dv=160, causal=True),  # above 128: d_k and d_v by a launch each
 ]
+# Head dimensions of every pair of widths, narrow ones above all: Triton laid out 16 and 32 wide operands wrongly together.
+WIDTHS = [
+    (24, 8),
+    (8, 24),
+    (16, 64),
+    (64, 16),
+    (1, 1),
+    (33, 5),
+    (100, 8),
+    (8, 100),
+    (200, 24),
+    (24, 200),
+    (128, 16),
+    (300, 500),
+    (512, 512),
+]
 GPU_SHAPES = [
     Case(1000, 1000, 64, causal=True),
     Case(513, 2049, 128, heads=8, kv_heads=2, causal=True),
@@ -44,6 +60,7 @@ GPU_SHAPES = [
     Case(600, 600, 192, dv=128, causal=True),
     Case(1, 4097, 128, heads=32, kv_heads=8, causal=True),
     Case(384, 384, 64, heads=12, kv_heads=12, causal=True),
+    *(Case(70, 131, d, heads=4, kv_heads=2, dv=dv, causal="top-left") for d, dv in WIDTHS),
 ]
 CASES = [case.on(dtype) for case in SHAPES for dtype in DTYPES]
 GPU_CASES = [case.on(dtype) for case in GPU_SHAPES for dtype in (torch.bfloat16, torch.float16)] + [

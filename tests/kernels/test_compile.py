@@ -48,6 +48,8 @@ def triton_path(request: pytest.FixtureRequest) -> str:
     return str(TRITON_36)
 
 
+# One process for all of them, for they share what was compiled.
+@pytest.mark.xdist_group("compile")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_shipped_configurations_fit_the_hardware(target: str, triton_path: str) -> None:
     found = reports(target, triton_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tileflash.attention.backends.base import Backend
+from tileflash.attention.backends.hopper import HopperBackend
 from tileflash.attention.backends.reference import ReferenceBackend
 from tileflash.attention.backends.sdpa import (
     SdpaCpuBackend,
@@ -19,6 +20,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         TritonBackend(),
+        HopperBackend(),
         SdpaCudnnBackend(),
         SdpaFlashBackend(),
         SdpaEfficientBackend(),

@@ -16,7 +16,7 @@ from tileflash.kernels.triton.attention_backward import (
 )
 from tileflash.kernels.triton.attention_backward_bias import attention_backward_bias_kernel
 from tileflash.kernels.triton.attention_forward import attention_forward_kernel
-from tileflash.kernels.triton.configurations import SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
+from tileflash.kernels.triton.configurations import AMD, SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
 from tileflash.kernels.triton.features import VARLEN
 from tileflash.kernels.triton.option_arguments import (
     bias_argument,
@@ -31,6 +31,9 @@ INTERPRETED = is_interpreted(attention_forward_kernel)
 # What K and V of the heads worked on together may fill of the L2 cache.
 _L2_SHARE_BYTES = 24 * 2**20
 _BIAS_PROGRAMS = 1024
+# Narrower heads are padded to this on a GPU. With operands 16 and 32 columns wide that are loaded element by element (D = 24 with
+# Dv = 8, fp16) Triton 3.6 makes wrong wgmma operands on Hopper: keys from the 17th on took the wrong values.
+_NARROWEST = 16 if INTERPRETED else 64
 _LOG2_E = 1.4426950408889634
 
 # Launches made ready, by all that they depend on. A training run has a handful; emptied when full.
@@ -72,11 +75,11 @@ class _Sizes:
 
     @property
     def block_d(self) -> int:
-        return max(16, 1 << (self.head_dim - 1).bit_length())
+        return max(_NARROWEST, 1 << (self.head_dim - 1).bit_length())
 
     @property
     def block_dv(self) -> int:
-        return max(16, 1 << (self.head_dim_v - 1).bit_length())
+        return max(_NARROWEST, 1 << (self.head_dim_v - 1).bit_length())
 
     @property
     def kv_group(self) -> int:
@@ -357,8 +360,8 @@ def describe_launches(
 
 
 def _tile_capability(device: torch.device) -> tuple[int, int]:
-    """What tiles are chosen by: the compute capability; of AMD GPUs one that no NVIDIA GPU has, for gfx90a says 9.0 as Hopper does."""
-    return (0, 1) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+    """What tiles are chosen by: the compute capability, or AMD."""
+    return AMD if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 def _strides(options: Options, *tensors: Tensor) -> tuple[int, ...]:

@@ -14,6 +14,9 @@ Kernel = Literal["forward", "dkdv", "dk", "dv", "dq", "bias"]
 SPLIT_KEY_PASS_FROM = 256
 
 
+AMD = (0, 1)  # a capability that no NVIDIA GPU has, for gfx90a says 9.0 as Hopper does
+
+
 class Tile(NamedTuple):
     """Query rows and key rows of a tile, warps of a program, stages of the software pipeline, registers of a thread (0: any number).
 
@@ -91,7 +94,7 @@ def select_tile(
 ) -> Tile:
     """The tile for one kernel.
 
-    `block_d` is the head dimension padded to a power of two (16 to 512), `capability` the CUDA compute capability ((0, 0) in the
+    `block_d` is the head dimension padded to a power of two (16 to 512), `capability` the CUDA compute capability (AMD; (0, 0) in the
     interpreter, which gets small tiles so that tests cross tile borders), `banded` whether the band has a bound (causal, window),
     `features` the options' bits (0: none).
     """
@@ -101,7 +104,9 @@ def select_tile(
     if capability == (0, 0):
         return Tile(32, 32, 4, 1)
     if kernel == "bias" or measured_d > 256 or capability != (9, 0):
-        return PORTABLE[kernel, measured_d]
+        tile = PORTABLE[kernel, measured_d]
+        # On AMD the pipeline of loops that load a bias does not compile (Triton 3.6: an assertion in applyLinearLayout).
+        return tile._replace(num_stages=1) if features and capability == AMD else tile
     if features:
         return HOPPER_WITH_OPTIONS[kernel, measured_d]
     return HOPPER[kernel, measured_d][banded]

@@ -28,7 +28,7 @@ from tileflash.kernels.triton.attention_backward import (
 )
 from tileflash.kernels.triton.attention_backward_bias import attention_backward_bias_kernel
 from tileflash.kernels.triton.attention_forward import attention_forward_kernel
-from tileflash.kernels.triton.configurations import SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
+from tileflash.kernels.triton.configurations import AMD, SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -86,7 +86,7 @@ def shipped_configurations(
 ) -> Iterator[tuple[str, int, bool, Tile]]:
     """(kernel, head dimension, banded, tile) of everything that `tileflash.attention` launches on the target."""
     gpu = TARGETS[target]
-    capability = divmod(int(gpu.arch), 10) if gpu.backend == "cuda" else (0, 1)
+    capability = divmod(int(gpu.arch), 10) if gpu.backend == "cuda" else AMD
     for head_dim in head_dims:
         key_passes: tuple[Kernel, ...] = ("dk", "dv") if head_dim >= SPLIT_KEY_PASS_FROM else ("dkdv",)
         kernels: tuple[Kernel, ...] = ("forward", *key_passes, "dq")

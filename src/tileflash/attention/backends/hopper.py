@@ -1,0 +1,89 @@
+"""tileflash's own kernels for Hopper GPUs: FlashAttention 3's structure in Gluon, forward and backward."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tileflash.attention.backends.base import Backend, device_capability
+from tileflash.attention.ops import Kernels, attend_with_kernels, register_kernels
+from tileflash.attention.problem import AttentionProblem
+from tileflash.kernels.options import PLAIN, Options
+
+
+def _hopper_kernels() -> Kernels:
+    # Imported with the first call, not with tileflash: not every machine has Triton, and not every Triton has Gluon.
+    from tileflash.kernels.hopper import attention
+
+    return Kernels(attention.attention_forward, attention.attention_backward)
+
+
+class HopperBackend(Backend):
+    name = "hopper"
+    summary = "tileflash's Gluon kernels for Hopper (H100, H200)"
+    devices = frozenset({"cuda"})
+    dtypes = frozenset({torch.float16, torch.bfloat16})
+    max_head_dim = 256
+    head_dim_multiple = 8
+    positive_scale = True
+    deterministic = False  # d_q is summed by atomic additions
+    min_capability = (9, 0)
+
+    def __init__(self) -> None:
+        self.installed = importlib.util.find_spec("triton") is not None
+
+    def reasons(self, problem: AttentionProblem) -> list[str]:
+        if not self.installed:
+            return ["Triton is not installed (pip install triton)"]
+        found = super().reasons(problem)
+        if not found and (missing := _what_gluon_lacks()):
+            found.append(missing)
+        return found
+
+    def _device_reasons(self, problem: AttentionProblem) -> list[str]:
+        found = super()._device_reasons(problem)
+        if found or problem.device.type != "cuda":
+            return found
+        if torch.version.hip is not None:
+            return ["runs on NVIDIA GPUs"]  # gfx90a says 9.0 as Hopper does
+        if device_capability(problem.device) != (9, 0):
+            return ["uses Hopper's own tensor core instructions (compute capability 9.0), which this GPU does not have"]
+        return found
+
+    def plan(self, problem: AttentionProblem) -> list[str]:
+        from tileflash.kernels.hopper.configurations import describe
+
+        return describe(max(problem.head_dim, problem.head_dim_v), problem.band.is_full, problem.needs_grad)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
+    ) -> tuple[Tensor, Tensor | None]:
+        return attend_with_kernels(self.name, q, k, v, scale, low, high, options)
+
+
+@lru_cache
+def _look_at_gluon() -> str | None:
+    from tileflash.kernels.hopper.support import why_not
+
+    return why_not()
+
+
+def _what_gluon_lacks() -> str | None:
+    """Why this Triton cannot compile the kernels, or None; a constant to torch.compile."""
+    return _look_at_gluon()
+
+
+_what_gluon_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+register_kernels(HopperBackend.name, _hopper_kernels)

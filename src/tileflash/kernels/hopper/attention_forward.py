@@ -1,0 +1,335 @@
+"""FlashAttention's forward pass for Hopper in Gluon, with the structure of FlashAttention 3 (Shah et al. 2024, sections 3.1 and 3.2).
+
+A program is one producer warp, which fetches tiles by TMA, and two or three consumer warpgroups of 64 query rows each, which multiply by
+wgmma straight from shared memory. In a consumer the product Q K^T of the next tile and P V of the tile before run on the tensor
+cores while the softmax of the tile between them runs on the other units. P never leaves the registers. Programs are persistent: each
+walks through its column of a table of tiles. docs/kernels/hopper.md draws the timeline.
+"""
+
+from tileflash.kernels.compat_gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tileflash.kernels.hopper.tile import LN_2, mask_logits, scheduled_tile, unmasked_tiles, visible_tiles
+
+
+@gluon.jit
+def _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M: gl.constexpr):
+    """First and last query row of a tile, its batch, head and K/V head."""
+    first = tile % query_tiles * BLOCK_M
+    batch_head = tile // query_tiles
+    head = batch_head % heads
+    return first, gl.minimum(first + BLOCK_M, query_length) - 1, batch_head // heads, head, head // kv_group
+
+
+@gluon.jit
+def _produce(
+    descriptors, buffers, barriers, table_ptr, sizes,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: K of a tile is fetched before V of the tile before it, as the consumers want them."""
+    q_desc, k_desc, v_desc, _ = descriptors
+    q_shared, k_shared, v_shared, _ = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high = sizes
+    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    TILE_BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
+    count = 0  # of key tiles fetched so far: gives the stage and the phase of its barrier
+    for item in range(items):
+        tile = scheduled_tile(table_ptr, item, items, tiles, HAS_HIGH)
+        if tile >= 0:
+            first, last, batch, head, kv_head = _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M)
+            begin, end = visible_tiles(first, last, key_length, low, high, BLOCK_N, HAS_LOW, HAS_HIGH)
+            stage = count % STAGES
+            mbarrier.wait(k_empty.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(k_full.index(stage), TILE_BYTES)
+            k_at = [batch, kv_head, (end - 1) * BLOCK_N, 0]
+            tma_load(k_desc, k_at, k_full.index(stage), k_shared.index(stage))
+            for warpgroup in gl.static_range(WARPGROUPS):
+                mbarrier.wait(q_empty.index(warpgroup), (item & 1) ^ 1)
+                mbarrier.expect(q_full.index(warpgroup), 64 * BLOCK_D * 2)
+                q_at = [batch, head, first + warpgroup * 64, 0]
+                tma_load(q_desc, q_at, q_full.index(warpgroup), q_shared.index(warpgroup))
+            for i_tile in range(1, end - begin):
+                next_stage = (count + 1) % STAGES
+                mbarrier.wait(k_empty.index(next_stage), ((count + 1) // STAGES & 1) ^ 1)
+                mbarrier.expect(k_full.index(next_stage), TILE_BYTES)
+                k_at = [batch, kv_head, (end - 1 - i_tile) * BLOCK_N, 0]
+                tma_load(k_desc, k_at, k_full.index(next_stage), k_shared.index(next_stage))
+                stage = count % STAGES
+                mbarrier.wait(v_empty.index(stage), (count // STAGES & 1) ^ 1)
+                mbarrier.expect(v_full.index(stage), TILE_BYTES)
+                v_at = [batch, kv_head, (end - i_tile) * BLOCK_N, 0]
+                tma_load(v_desc, v_at, v_full.index(stage), v_shared.index(stage))
+                count += 1
+            stage = count % STAGES
+            mbarrier.wait(v_empty.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(v_full.index(stage), TILE_BYTES)
+            v_at = [batch, kv_head, begin * BLOCK_N, 0]
+            tma_load(v_desc, v_at, v_full.index(stage), v_shared.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _skip_tiles(tiles, count, barriers, STAGES: gl.constexpr):
+    """Hand back `tiles` key tiles that other warpgroups of the program want and this one does not see."""
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    for _i_tile in range(tiles):
+        stage = count % STAGES
+        phase = count // STAGES & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        count += 1
+    return count
+
+
+@gluon.jit
+def _row_sums_in_threads(weights):
+    """[64, N] summed within each thread to [64, 4]: the four threads that share a row are added up once, at the end."""
+    ROWS: gl.constexpr = weights.shape[0]
+    COLUMNS: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape([ROWS, COLUMNS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N: gl.constexpr, HAS_LOW: gl.constexpr):
+    """-inf in [64, BLOCK_N] logits where the query does not see the key."""
+    i_keys = i_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, logits.type.layout))
+    last = gl.minimum(i_queries + high, key_length - 1)
+    return mask_logits(logits, i_keys, i_queries + low, last, HAS_LOW, True)
+
+
+@gluon.jit
+def _softmax_step(logits, row_max, scale_log2, MASKED: gl.constexpr):
+    """Of logits [64, BLOCK_N] and the maximum so far: the new maximum, the factor for what was summed up with the old one, the weights."""
+    new_max = gl.maximum(row_max, gl.max(logits, 1))  # [64]
+    if MASKED:
+        # A row that has seen nothing yet has the maximum -inf; subtracting it from -inf would be NaN.
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
+        rescale = gl.exp2(row_max * scale_log2 - shift)
+    else:
+        shift = new_max * scale_log2
+        rescale = gl.exp2((row_max - new_max) * scale_log2)
+    return new_max, rescale, gl.exp2(logits * scale_log2 - shift[:, None])
+
+
+@gluon.jit
+def _consume(
+    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+    WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, OUT_IN_Q: gl.constexpr,
+):  # fmt: skip
+    """A consumer warpgroup: 64 query rows of every tile."""
+    out_desc = descriptors[3]
+    q_shared, k_shared, v_shared, out_shared = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high = sizes
+    DTYPE: gl.constexpr = out_desc.dtype
+    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    q = q_shared.index(WARPGROUP).reshape([64, BLOCK_D])
+    count = 0
+    next_tile = scheduled_tile(table_ptr, 0, items, tiles, HAS_HIGH)
+    for item in range(items):
+        tile = next_tile
+        next_tile = scheduled_tile(table_ptr, item + 1, items, tiles, HAS_HIGH)
+        if tile >= 0:
+            first, last, batch, head, _kv_head = _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M)
+            begin, end = visible_tiles(first, last, key_length, low, high, BLOCK_N, HAS_LOW, HAS_HIGH)
+            own_first = first + WARPGROUP * 64
+            own_last = gl.minimum(own_first + 63, query_length - 1)
+            if own_first >= query_length:
+                count = _skip_tiles(end - begin, count, barriers, STAGES)
+                mbarrier.wait(q_full.index(WARPGROUP), item & 1)
+                mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
+            else:
+                own_begin, own_end = visible_tiles(
+                    own_first, own_last, key_length, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
+                )
+                full_begin, full_end = unmasked_tiles(
+                    own_first, own_last, key_length, low, high, own_begin, own_end, BLOCK_N, HAS_LOW, HAS_HIGH
+                )
+                if HAS_HIGH:
+                    count = _skip_tiles(end - own_end, count, barriers, STAGES)
+
+                # The first tile: nothing to rescale, and no V of a tile before.
+                stage = count % STAGES
+                mbarrier.wait(q_full.index(WARPGROUP), item & 1)
+                mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+                k = k_shared.index(stage).reshape([BLOCK_N, BLOCK_D])
+                no_logits = gl.zeros([64, BLOCK_N], gl.float32, LOGITS)
+                logits = warpgroup_mma(q, k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
+                logits = warpgroup_mma_wait(0, deps=(logits,))  # [64, BLOCK_N]
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                i_queries = own_first + gl.arange(0, 64, layout=ROWS)
+                i_key = (own_end - 1) * BLOCK_N
+                if HAS_HIGH:
+                    if (own_end > full_end) | (own_end <= full_begin):
+                        logits = _mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
+                row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
+                row_max, rescale, fp32_weights = _softmax_step(logits, row_max, scale_log2, HAS_HIGH)
+                row_sum = _row_sums_in_threads(fp32_weights)
+                weights = gl.convert_layout(fp32_weights.to(DTYPE), WEIGHTS)
+                acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
+                after = count + 1
+                mbarrier.wait(k_full.index(after % STAGES), after // STAGES & 1, pred=own_end - own_begin > 1)
+
+                # The others, downwards. On entry to a step the weights of the tile before are still to be multiplied with its V, and K
+                # of this tile has arrived.
+                for i_tile in range(1, own_end - own_begin):
+                    stage = count % STAGES
+                    next_stage = (count + 1) % STAGES
+                    k = k_shared.index(next_stage).reshape([BLOCK_N, BLOCK_D])
+                    v = v_shared.index(stage).reshape([BLOCK_N, BLOCK_D])
+                    logits = warpgroup_mma(q, k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
+                    mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+                    acc = warpgroup_mma(weights, v, acc, is_async=True)  # [64, BLOCK_D]
+                    logits = warpgroup_mma_wait(1, deps=(logits,))
+                    mbarrier.arrive(k_empty.index(next_stage), count=1)
+                    if HAS_HIGH:
+                        key_tile = own_end - 1 - i_tile
+                        if (key_tile >= full_end) | (key_tile < full_begin):
+                            i_key = key_tile * BLOCK_N
+                            logits = _mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
+                    row_max, rescale, fp32_weights = _softmax_step(logits, row_max, scale_log2, HAS_HIGH)
+                    sums = _row_sums_in_threads(fp32_weights)
+                    row_sum = (
+                        row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sums
+                    )
+                    # The assembler moves a wait for wgmma as far up as it can, here above the exponentials, and the overlap is gone. A
+                    # wait for an mbarrier ends the basic block, and what the softmax made passes through the wait for wgmma: so
+                    # that comes after it.
+                    after = count + 2
+                    more = i_tile + 1 < own_end - own_begin
+                    mbarrier.wait(k_full.index(after % STAGES), after // STAGES & 1, pred=more)
+                    acc, fp32_weights, row_sum = warpgroup_mma_wait(0, deps=(acc, fp32_weights, row_sum))
+                    mbarrier.arrive(v_empty.index(stage), count=1)
+                    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+                    weights = gl.convert_layout(fp32_weights.to(DTYPE), WEIGHTS)  # renames registers, moves nothing
+                    count += 1
+
+                # V of the last tile, and out.
+                if not OUT_IN_Q:
+                    mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
+                stage = count % STAGES
+                mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+                v = v_shared.index(stage).reshape([BLOCK_N, BLOCK_D])
+                acc = warpgroup_mma(weights, v, acc, is_async=True)
+                total = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
+                lse = row_max * (scale_log2 * LN_2) + gl.log(total)
+                lse_row = lse_ptr + (batch * heads + head).to(gl.int64) * lse_stride
+                gl.store(lse_row + i_queries, lse, mask=i_queries < query_length)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
+                out = out_shared.index(WARPGROUP)
+                if not OUT_IN_Q:
+                    tma_store_wait(0)  # the tile before may still be leaving
+                out.reshape([64, BLOCK_D]).store(acc.to(DTYPE))
+                fence_async_shared()
+                tma_store(out_desc, [batch, head, own_first, 0], out)
+                if OUT_IN_Q:
+                    tma_store_wait(0)
+                    mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
+                count += 1
+                if HAS_LOW:
+                    count = _skip_tiles(own_begin - begin, count, barriers, STAGES)
+    tma_store_wait(0)
+
+
+# Lengths and counts are not specialised: a new length must not mean a new compilation.
+@gluon.jit(
+    do_not_specialize=[
+        "lse_stride", "items", "tiles", "query_tiles", "query_length", "key_length", "heads", "kv_group", "low", "high",
+    ],
+    do_not_specialize_on_alignment=["lse_ptr"],  # which may begin at any row
+)  # fmt: skip
+def attention_forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, table_ptr,
+    lse_stride, items, tiles, query_tiles, query_length, key_length, heads, kv_group, scale_log2, low, high,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (fp32, natural logarithm) of q [B, Sq, Hq, D], k [B, Sk, Hq // kv_group, D], v likewise.
+
+    The descriptors see the tensors as [B, H, S, D] in tiles of [1, 1, 64 or BLOCK_N, BLOCK_D]; what lies outside is read as 0 and not
+    written. `table_ptr` [items, programs] has the tiles of each program (int32, -1 for none); it is not read without a band.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, 1, 1, 64, BLOCK_D], q_desc.layout)
+    k_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    if OUT_IN_Q:
+        out_shared = q_shared
+    else:
+        out_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, 1, 1, 64, BLOCK_D], out_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=WARPGROUPS)
+    fence_async_shared()
+
+    descriptors = (q_desc, k_desc, v_desc, out_desc)
+    buffers = (q_shared, k_shared, v_shared, out_shared)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high)
+    # The tuples of arguments stand inside the call: constants in a tuple that has a name stop being constants.
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                (_consume, (
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                (_produce, (
+                    descriptors, buffers, barriers, table_ptr, sizes,
+                    BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                (_consume, (
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                (_consume, (
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    2, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                (_produce, (
+                    descriptors, buffers, barriers, table_ptr, sizes,
+                    BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Tiles and choices of the Hopper kernels, as measured on an H200 (docs/kernels/hopper.md has the figures and what lost).
+
+`banded` configurations serve everything that needs a mask: causal, windows, and lengths of keys that end inside a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+HEAD_DIMS = (64, 128, 256)  # others are padded to the next of these: TMA reads columns that are not there as 0
+SHARED_LIMIT_BYTES = 227 * 1024
+_BARRIER_BYTES = 1024  # at most
+
+
+@dataclass(frozen=True)
+class ForwardConfiguration:
+    """Consumer warpgroups of 64 query rows, keys of a tile, stages of the K and V rings, registers of a consumer's and the producer's
+    thread, and whether the output leaves through the memory of Q (where there is no room for both)."""
+
+    warpgroups: int
+    block_n: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    out_in_q: bool = False
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a program's tile."""
+        return 64 * self.warpgroups
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory of the tiles; barriers come on top."""
+        rows = self.block_m * (1 if self.out_in_q else 2) + 2 * self.stages * self.block_n
+        return rows * head_dim * 2
+
+
+@dataclass(frozen=True)
+class BackwardConfiguration:
+    """Query rows of a tile, stages of the Q and dO rings, how much of the next tile is started before this one's end (0: nothing,
+    1: S, 2: S and dP), whether dQ leaves by TMA (else by vector reductions from registers), and whether programs are persistent."""
+
+    block_m: int
+    stages: int
+    prefetch: int
+    dq_by_tma: bool
+    persistent: bool
+    keys: int = 128  # of a program; 64 in the wide kernel
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory of the tiles; barriers come on top."""
+        keys = 2 * self.keys * head_dim * 2
+        queries = self.stages * self.block_m * (2 * head_dim * 2 + 2 * 4)
+        # dS of two tiles; in the wide kernel P, too.
+        d_logits = 2 * self.keys * self.block_m * 2 * (2 if self.keys == 64 else 1)
+        return keys + queries + d_logits + (2 * 64 * 64 * 4 if self.dq_by_tma else 0)
+
+
+# (padded head dimension, banded)
+FORWARD: dict[tuple[int, bool], ForwardConfiguration] = {
+    (64, False): ForwardConfiguration(3, 128, 2, 160, 32),
+    (64, True): ForwardConfiguration(3, 128, 3, 160, 32),
+    (128, False): ForwardConfiguration(2, 128, 2, 240, 24),
+    (128, True): ForwardConfiguration(2, 128, 2, 240, 24),
+    (256, False): ForwardConfiguration(2, 64, 2, 240, 24, out_in_q=True),
+    (256, True): ForwardConfiguration(2, 64, 2, 240, 24, out_in_q=True),
+}
+
+BACKWARD: dict[tuple[int, bool], BackwardConfiguration] = {
+    (64, False): BackwardConfiguration(128, 2, prefetch=1, dq_by_tma=False, persistent=False),
+    (64, True): BackwardConfiguration(128, 3, prefetch=1, dq_by_tma=False, persistent=True),
+    (128, False): BackwardConfiguration(64, 2, prefetch=2, dq_by_tma=True, persistent=False),
+    (128, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=True, persistent=True),
+    (256, False): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=False, persistent=False, keys=64),
+    (256, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=False, persistent=False, keys=64),
+}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dimension whose kernels serve `head_dim`."""
+    return next(size for size in HEAD_DIMS if head_dim <= size)
+
+
+def describe(head_dim: int, full: bool, with_gradients: bool) -> list[str]:
+    """What is launched for a head dimension, for people to read: a line a kernel. `full`: nothing is masked (and the keys fill tiles)."""
+    padded = padded_head_dim(head_dim)
+    forward = FORWARD[padded, not full]
+    lines = [
+        f"forward: tiles of {forward.block_m} queries and {forward.block_n} keys, head dimension padded to {padded}, "
+        f"{forward.warpgroups} consumer warpgroups and a producer warp, persistent programs"
+    ]
+    if with_gradients:
+        backward = BACKWARD[padded, not full]
+        programs = "persistent programs" if backward.persistent else f"a program for {backward.keys} keys"
+        lines += [
+            "backward, 1 of 3: delta, and zeros for the sum of dQ",
+            f"backward, 2 of 3: {backward.keys} keys against tiles of {backward.block_m} queries, 2 consumer warpgroups and a producer "
+            f"warp, {programs}; dQ by atomic additions",
+            "backward, 3 of 3: dQ from its fp32 sum",
+        ]
+    return lines
+
+
+def check_configuration(configuration: ForwardConfiguration | BackwardConfiguration, head_dim: int) -> None:
+    """A shape that does not fit aborts the process inside the compiler, so look before. Raises ValueError."""
+    used = configuration.shared_bytes(head_dim)
+    if used + _BARRIER_BYTES > SHARED_LIMIT_BYTES:
+        raise ValueError(f"{configuration} for head dimension {head_dim} takes {used} bytes of shared memory for tiles")
+    if configuration.block_m % 64:
+        raise ValueError(f"{configuration}: a warpgroup has 64 query rows")
+
+
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -1,0 +1,128 @@
+"""One kernel with everything fixed that does not depend on the tensors: what the launcher starts and what is compiled offline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from tileflash.kernels.compat_gluon import gl
+from tileflash.kernels.hopper.attention_backward import attention_backward_kernel
+from tileflash.kernels.hopper.attention_backward_wide import attention_backward_wide_kernel
+from tileflash.kernels.hopper.attention_forward import attention_forward_kernel
+from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES, check_configuration
+
+# Which edges of the band a kernel knows. "full" has no mask at all and needs whole tiles of keys; "high" masks beyond the upper edge and
+# beyond the last key; "window" masks both edges.
+Band = Literal["full", "high", "window"]
+BANDS: tuple[Band, ...] = ("full", "high", "window")
+
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@dataclass(frozen=True)
+class Box:
+    """What one TMA descriptor moves at a time, and how it lies in shared memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Any
+
+    @staticmethod
+    def of_rows(rows: int, head_dim: int, dtype: torch.dtype) -> Box:
+        """Rows of one head of a [B, H, S, D] tensor, swizzled as wgmma reads them."""
+        shape = (1, 1, rows, head_dim)
+        return Box(shape, dtype, gl.NVMMASharedLayout.get_default_for(list(shape), _GLUON_TYPES[dtype]))
+
+    @staticmethod
+    def flat(rows: int, columns: int) -> Box:
+        """fp32 as it lies in memory."""
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        return Box((rows, columns), torch.float32, layout)
+
+    def signature(self) -> str:
+        """The type of such a descriptor in Triton's words."""
+        name = TYPE_NAMES.get(self.dtype, "fp32")
+        return f"tensordesc<{name}{list(self.shape)},{self.layout!r}>"
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A kernel, its descriptors' boxes and its constants by parameter name."""
+
+    kernel: Any
+    boxes: dict[str, Box]
+    constants: dict[str, Any]
+
+    def type_of(self, parameter: str) -> str:
+        """The type of a parameter in Triton's words."""
+        if parameter in self.boxes:
+            return self.boxes[parameter].signature()
+        if parameter in self.constants:
+            return "constexpr"
+        if parameter.endswith("_ptr"):
+            return "*i32" if parameter == "table_ptr" else "*fp32"
+        return "fp32" if parameter.startswith("scale") else "i32"
+
+
+def forward_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
+    """The forward kernel for a padded head dimension."""
+    configuration = FORWARD[head_dim, band != "full"]
+    check_configuration(configuration, head_dim)
+    query_box = Box.of_rows(64, head_dim, dtype)
+    key_box = Box.of_rows(configuration.block_n, head_dim, dtype)
+    return KernelCall(
+        attention_forward_kernel,
+        {"q_desc": query_box, "k_desc": key_box, "v_desc": key_box, "out_desc": query_box},
+        {
+            "BLOCK_N": configuration.block_n,
+            "BLOCK_D": head_dim,
+            "STAGES": configuration.stages,
+            "WARPGROUPS": configuration.warpgroups,
+            "HAS_LOW": band == "window",
+            "HAS_HIGH": band != "full",
+            "OUT_IN_Q": configuration.out_in_q,
+            "CONSUMER_REGISTERS": configuration.consumer_registers,
+            "PRODUCER_REGISTERS": configuration.producer_registers,
+        },
+    )
+
+
+def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool) -> KernelCall:
+    """The backward kernel for a padded head dimension; `grouped`: several query heads share a K/V head."""
+    configuration = BACKWARD[head_dim, band != "full"]
+    check_configuration(configuration, head_dim)
+    query_box = Box.of_rows(configuration.block_m, head_dim, dtype)
+    wide = configuration.keys == 64
+    gradient_box = Box.of_rows(64, head_dim // 2 if wide else head_dim, dtype)
+    boxes = {
+        "q_desc": query_box,
+        "k_desc": query_box,  # keys come in tiles of the same size
+        "v_desc": query_box,
+        "d_out_desc": query_box,
+        "stats_desc": Box.flat(1, 2 * configuration.block_m),
+        "acc_desc": Box.flat(16, 256),
+        "d_k_desc": gradient_box,
+        "d_v_desc": gradient_box,
+    }
+    edges = {"HAS_LOW": band == "window", "HAS_HIGH": band != "full"}
+    if wide:
+        constants = {
+            "BLOCK_D": head_dim,
+            "STAGES": configuration.stages,
+            **edges,
+            "PERSISTENT": configuration.persistent,
+        }
+        return KernelCall(attention_backward_wide_kernel, boxes, constants)
+    constants = {
+        "BLOCK_M": configuration.block_m,
+        "BLOCK_D": head_dim,
+        "STAGES": configuration.stages,
+        **edges,
+        "GROUPED": grouped,
+        "PREFETCH": configuration.prefetch,
+        "DQ_BY_TMA": configuration.dq_by_tma,
+        "PERSISTENT": configuration.persistent,
+    }
+    return KernelCall(attention_backward_kernel, boxes, constants)

@@ -1,0 +1,107 @@
+"""Compile the Hopper kernels without a GPU, and read what came out: registers, spills, shared memory, wgmma.
+
+`python -m tileflash.kernels.hopper.offline` prints a JSON line for every shipped configuration (`... bf16` for one dtype only): a
+minute for each dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tileflash.kernels.compat_gluon import LAUNCH_OPTIONS, GluonASTSource
+from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES
+from tileflash.kernels.hopper.launch import BANDS, KernelCall, backward_call, forward_call
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one kernel compiled to. `spill_bytes` counts stores and loads; `serialised` the times that ptxas had to run wgmma one after
+    the other (C75xx); `named_barriers` the waits at a hardware barrier of our own, one a warpgroup where there are any."""
+
+    kernel: str
+    head_dim: int
+    band: str
+    dtype: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    wgmma: int
+    serialised: int
+    named_barriers: int
+
+
+def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
+    """(kernel, head dimension, band, call) of everything that the launcher starts."""
+    for band in BANDS:
+        for head_dim in sorted({head_dim for head_dim, _ in FORWARD}):
+            yield "forward", head_dim, band, forward_call(head_dim, dtype, band)
+        for head_dim in sorted({head_dim for head_dim, _ in BACKWARD}):
+            for grouped in (False, True):
+                call = backward_call(head_dim, dtype, band, grouped)
+                if not grouped or "GROUPED" in call.constants:  # the wide kernel is the same for both
+                    yield "backward, grouped" if grouped else "backward", head_dim, band, call
+
+
+def compile_offline(call: KernelCall) -> Any:
+    """The compiled kernel of a call. Works without a GPU; takes one to four seconds."""
+    function = call.kernel
+    signature = {name: call.type_of(name) for name in function.arg_names}
+    aligned = [i for i, name in enumerate(function.arg_names) if signature[name][0] == "*" and name != "lse_ptr"]
+    source = GluonASTSource(function, signature, call.constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    return triton.compile(source, target=TARGET, options=LAUNCH_OPTIONS)
+
+
+def report(kernel: str, head_dim: int, band: str, dtype: torch.dtype, compiled: Any) -> Report:
+    """Assembles the PTX once more, because only `ptxas -v` tells of spills and of wgmma that it had to serialise."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        for ptxas in ("ptxas", "ptxas-blackwell"):  # from Triton 3.9 on the first is too old for what Triton writes
+            command = [str(tools / ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            if run.returncode == 0:
+                break
+    run.check_returncode()
+    said = run.stdout + run.stderr
+    return Report(
+        kernel,
+        head_dim,
+        band,
+        TYPE_NAMES[dtype],
+        int(re.findall(r"Used (\d+) registers", said)[0]),
+        sum(int(count) for count in re.findall(r"(\d+) bytes spill", said)),
+        compiled.metadata.shared,
+        ptx.count("wgmma.mma_async"),
+        len(re.findall(r"C75\d\d", said)),
+        len(re.findall(r"bar\.sync\s+1\d,", ptx)),
+    )
+
+
+def main(dtypes: list[str]) -> None:
+    """Print a JSON line for each shipped configuration."""
+    for dtype, name in TYPE_NAMES.items():
+        if dtypes and name not in dtypes:
+            continue
+        for kernel, head_dim, band, call in shipped_calls(dtype):
+            compiled = compile_offline(call)
+            print(json.dumps(asdict(report(kernel, head_dim, band, dtype, compiled))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

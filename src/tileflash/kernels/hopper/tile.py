@@ -1,0 +1,71 @@
+"""What the Hopper kernels share: which tiles the band lets see each other, masks, and the walk through the schedule.
+
+Query i sees key j where low <= j - i <= high. The launcher has cut off the rows that see nothing and the keys that nobody sees, so
+every query of a problem sees a key and every key is seen.
+"""
+
+from tileflash.kernels.compat_gluon import gl, gluon
+
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def scheduled_tile(table_ptr, item, items, tiles, HAS_TABLE: gl.constexpr):
+    """The tile that this program works on as its `item`-th, or -1. Without a table tiles are dealt out in turn."""
+    place = item * gl.num_programs(0) + gl.program_id(0)
+    if HAS_TABLE:
+        return gl.load(table_ptr + place, mask=item < items, other=-1)
+    else:
+        return gl.where(place < tiles, place, -1)
+
+
+@gluon.jit
+def visible_tiles(
+    first, last, other_length, low, high, BLOCK: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr
+):
+    """The tiles [begin, end) of BLOCK rows of the other side that some row of first .. last sees, where row i sees low <= j - i <= high.
+
+    Queries ask for keys with the band's own bounds, keys for queries with -high and -low.
+    """
+    begin = 0
+    end = gl.cdiv(other_length, BLOCK)
+    if HAS_LOW:
+        begin = gl.maximum(first + low, 0) // BLOCK
+    if HAS_HIGH:
+        end = gl.cdiv(gl.minimum(last + high + 1, other_length), BLOCK)
+    return begin, end
+
+
+@gluon.jit
+def unmasked_tiles(
+    first, last, other_length, low, high, begin, end, BLOCK: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr
+):
+    """Of the tiles [begin, end), those whose rows are all there and are all seen by all of first .. last: a range inside it."""
+    full_begin = begin
+    full_end = gl.minimum(end, other_length // BLOCK)
+    if HAS_LOW:
+        full_begin = gl.minimum(gl.cdiv(gl.maximum(last + low, 0), BLOCK), end)
+    if HAS_HIGH:
+        full_end = gl.minimum(full_end, gl.maximum(first + high + 1, 0) // BLOCK)
+    return full_begin, gl.maximum(full_end, full_begin)
+
+
+@gluon.jit
+def mask_logits(logits, i_columns, first, last, HAS_FIRST: gl.constexpr, HAS_LAST: gl.constexpr):
+    """-inf outside columns first .. last of each row. `i_columns` [N]; `first` and `last` [M], so that an element costs one comparison with
+    a register for each bound."""
+    if HAS_FIRST and HAS_LAST:
+        visible = (i_columns[None, :] >= first[:, None]) & (i_columns[None, :] <= last[:, None])
+    elif HAS_FIRST:
+        visible = i_columns[None, :] >= first[:, None]
+    else:
+        visible = i_columns[None, :] <= last[:, None]
+    return gl.where(visible, logits, float("-inf"))
+
+
+@gluon.jit
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until THREADS threads of the program have come to hardware barrier BARRIER. Triton itself uses the lower numbers."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, 0;", "=r,n,n", [BARRIER, THREADS], dtype=gl.int32, is_pure=False, pack=1
+    )

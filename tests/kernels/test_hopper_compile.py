@@ -1,0 +1,65 @@
+"""Every shipped configuration of the Hopper kernels compiles without a GPU: bf16 with Triton 3.6.0 (torch 2.11's), fp16 with the newest.
+
+In processes of their own, side by side: the tests' process runs Triton in its interpreter, and a bad shared-memory shape aborts a process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+TRITON_36 = Path(sys.prefix) / "triton-3.6.0"
+SHARED_LIMIT_BYTES = 227 * 1024
+# Stores and loads together, all outside the loops but for masked tiles.
+SPILL_LIMIT_BYTES = {("backward", 64): 128, ("backward", 128): 128}
+# Products in the loop and before it, for each of the consumer warpgroups: fewer would mean that some went to FMA units.
+LEAST_WGMMA = {
+    ("forward", 64): 3 * 24, ("forward", 128): 2 * 32, ("forward", 256): 2 * 40,
+    ("backward", 64): 2 * 36, ("backward", 128): 2 * 32, ("backward", 256): 2 * 76,
+}  # fmt: skip
+# A wait at a hardware barrier must stand where it was written: duplicated in two branches it would hang (facebookexperimental/triton#1040).
+NAMED_BARRIERS = {("backward", 64): 2 * 1, ("backward", 256): 2 * 3}
+
+
+def start(dtype: str, triton_path: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [triton_path, str(SOURCE)]))
+    command = [sys.executable, "-m", "tileflash.kernels.hopper.offline", dtype]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, list[dict[str, Any]]]:
+    """By dtype. Both compilations run at once."""
+    runs = {"fp16": start("fp16", "")}
+    if TRITON_36.is_dir():
+        runs["bf16"] = start("bf16", str(TRITON_36))
+    found = {}
+    for dtype, run in runs.items():
+        out, err = run.communicate(timeout=900)
+        assert run.returncode == 0, err[-2000:]
+        found[dtype] = [json.loads(line) for line in out.splitlines()]
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_shipped_configurations_fit_the_hardware(dtype: str, reports: dict[str, list[dict[str, Any]]]) -> None:
+    if dtype not in reports:
+        pytest.skip(f"Triton 3.6.0 is not in {TRITON_36} (`make test` puts it there)")
+    # Three bands; forward in three sizes; backward in two sizes with and without grouped heads, and the wide one.
+    assert len(reports[dtype]) == 3 * (3 + 2 * 2 + 1)
+    for report in reports[dtype]:
+        name = f"{report}"
+        key = (report["kernel"].split(",")[0], report["head_dim"])
+        assert report["shared_bytes"] <= SHARED_LIMIT_BYTES, name
+        assert report["spill_bytes"] <= SPILL_LIMIT_BYTES.get(key, 0), name
+        assert report["serialised"] == 0, f"ptxas serialised wgmma: {name}"
+        assert report["wgmma"] >= LEAST_WGMMA[key], f"products are missing: {name}"
+        assert report["named_barriers"] == NAMED_BARRIERS.get(key, 0), name
+        # What a thread starts with: 65,536 registers divided by the threads, 12 warps or (3 consumers) 16.
+        assert report["registers"] == (128 if key == ("forward", 64) else 168), name
