@@ -68,6 +68,25 @@ def test_each_option_in_half_precision(option: str, dtype: torch.dtype, device: 
         serve_or_refuse(replace(shape, options=(option,), dtype=dtype, seed=5), name, device)
 
 
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("bias", ["bias", "bias_heads", "bias_keys", "bias_queries"])
+def test_a_bias_of_no_keys_has_a_gradient(bias: str, name: str, device: str) -> None:
+    serve_or_refuse(Problem(options=(bias,), sq=33, sk=0), name, device)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_packed_sequence_at_all(name: str, device: str, poisoned_memory: None) -> None:
+    """All rows are slack, in every head and tile."""
+    q, k, v = (torch.randn(64, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    nothing = torch.zeros(1, dtype=torch.int32, device=device)
+    out, lse = tileflash.attention_varlen(q, k, v, nothing, nothing, return_lse=True, backend=name)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert bool((lse == -torch.inf).all())
+    for tensor in (q, k, v):
+        gradient = torch.autograd.grad(out.sum() + 0 * tensor.sum(), tensor, retain_graph=True)[0]
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
 @st.composite
 def problems(choose: st.DrawFn) -> Problem:
     """Any options, shapes, band and dtype."""

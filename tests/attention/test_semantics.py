@@ -231,3 +231,49 @@ def test_offsets_beyond_two_to_the_31_elements(layout: str) -> None:
     grads = torch.autograd.grad(out.float().sum(), view)
     for grad, want in zip(grads, torch.autograd.grad(expected.float().sum(), small), strict=True):
         torch.testing.assert_close(grad[-1:], want, rtol=5e-2, atol=5e-2)
+
+
+HIDING = ["causal", "window", "documents", "mask", "bias", "packed"]
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_only_the_rows_that_see_it(
+    backend: str, hiding: str, poison: float, device: str
+) -> None:
+    """out, lse and d_q of the other rows are those of a finite key."""
+    length, key = 70, 40
+    inputs = [normal(1, length, 2, 16, device=device) for _ in range(3)]
+    ids = torch.arange(length, device=device, dtype=torch.int32) // 30  # key 40 is of document 1
+    rows = torch.arange(length, device=device)
+    blind = {"causal": rows < key, "window": (rows < key) | (rows > key + 9)}.get(hiding, ids != 1)
+    hidden = blind[:, None] & (rows == key)
+    arguments: dict[str, object] = {
+        "causal": {"causal": True},
+        "window": {"window": (9, 0)},
+        "documents": {"document_ids": ids[None]},
+        "mask": {"bias": ~hidden},
+        "bias": {"bias": torch.zeros(length, length, device=device).masked_fill(hidden, -torch.inf)},
+        "packed": {},
+    }[hiding]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        if hiding == "packed":
+            cu_seqlens = torch.tensor([0, 30, 60, 70], dtype=torch.int32, device=device)
+            out, lse = tileflash.attention_varlen(
+                *(t[0] for t in leaves), cu_seqlens, cu_seqlens, return_lse=True, backend=backend
+            )
+            out, lse = out[None], lse[None]
+        else:
+            out, lse = tileflash.attention(*leaves, return_lse=True, backend=backend, **arguments)
+        (d_q,) = torch.autograd.grad(out[:, blind].sum() + lse[:, :, blind].sum(), leaves[:1])
+        return [out[:, blind].detach(), lse[:, :, blind].detach(), d_q[:, blind]]
+
+    clean = run(*inputs)
+    for place in (1, 2):
+        dirty = [t.clone() for t in inputs]
+        dirty[place][:, key, :, 3] = poison
+        for ours, expected in zip(run(*dirty), clean, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

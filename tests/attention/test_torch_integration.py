@@ -168,6 +168,19 @@ def test_forward_mode_is_refused_and_never_zero(backend: str, which: int, device
             attend(torch.autograd.forward_ad.make_dual(inputs[which], inputs[which]))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
+def test_forward_mode_through_an_option_is_refused_too(backend: str, name: str, device: str) -> None:
+    inputs = [t.detach() for t in leaves(device, 10)]
+    heads = inputs[0].shape[2]
+    option = torch.zeros((10, 10) if name == "bias" else (heads,), device=device)
+    with torch.autograd.forward_ad.dual_level():
+        tileflash.attention(*inputs, bias=torch.ones(10, 10, dtype=torch.bool, device=device), backend=backend)
+        dual = torch.autograd.forward_ad.make_dual(option, torch.ones_like(option))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            tileflash.attention(*inputs, backend=backend, **{name: dual})
+
+
 @pytest.mark.gpu
 def test_cuda_graph_replays_with_new_data() -> None:
     static = [torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]

@@ -157,7 +157,8 @@ def attention_varlen(  # type: ignore[misc]  # as above
             [1 or N, 1 or Hq, 1 or >= max_seqlen_q, 1 or >= max_seqlen_k].
         document_ids: int32 [total] (or a pair); alibi_slopes [Hq] or [N, Hq]; prefix_lengths int32 [N].
         validate: look into cu_seqlens and raise a ValueError where they are wrong. That waits for the GPU, so None means on the CPU
-            only. Without it, wrong ones give wrong results, but nothing outside the tensors is touched.
+            only. Without it, wrong ones give wrong results, but nothing outside the tensors is touched, as long as no sequence
+            is longer than a bias.
         Everything else: as in `attention`, in each sequence for itself.
 
     Returns:

@@ -17,6 +17,7 @@ from tileflash.kernels.triton.attention_backward import (
 from tileflash.kernels.triton.attention_backward_bias import attention_backward_bias_kernel
 from tileflash.kernels.triton.attention_forward import attention_forward_kernel
 from tileflash.kernels.triton.configurations import AMD, SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
+from tileflash.kernels.triton.features import VARLEN
 from tileflash.kernels.triton.option_arguments import (
     bias_argument,
     feature_bits,
@@ -105,13 +106,13 @@ class _Sizes:
 
     def query_programs(self, block_m: int) -> int:
         """Programs of a kernel that owns tiles of queries. Packed: see `packed.packed_tile`."""
-        if self.sequences:
+        if self.features & VARLEN.value:
             return (self.query_length // block_m + self.sequences + 1) * self.heads
         return -(-self.query_length // block_m) * self.batch * self.heads
 
     def key_programs(self, block_n: int) -> int:
         """Programs of a kernel that owns tiles of keys."""
-        if self.sequences:
+        if self.features & VARLEN.value:
             return (self.key_length // block_n + self.sequences + 1) * self.kv_heads
         return -(-self.key_length // block_n) * self.batch * self.kv_heads
 
@@ -288,10 +289,12 @@ def _bias_gradient(
     batch, query_length, key_length = sizes.batch, sizes.query_length, sizes.key_length
     if options.packed:
         batch, query_length, key_length = sizes.sequences, options.max_seqlen_q, options.max_seqlen_k
+    if bias.numel() == 0:  # of no keys
+        return torch.zeros_like(bias)
     bias_batch, bias_heads, bias_queries, bias_keys = bias.shape
     tile = sizes.tile("bias")
     own_tiles = -(-bias_queries // tile.block_m) * -(-bias_keys // tile.block_n) * bias_batch * bias_heads
-    walk = batch * sizes.heads * -(-query_length // tile.block_m) * -(-key_length // tile.block_n) // max(1, own_tiles)
+    walk = batch * sizes.heads * -(-query_length // tile.block_m) * -(-key_length // tile.block_n) // own_tiles
     # Enough programs for a large GPU, and partial sums of at most this many copies of the bias.
     splits = max(1, min(walk, _BIAS_PROGRAMS // own_tiles, 64))
     partial = torch.empty((splits, *bias.shape), dtype=torch.float32, device=bias.device)
