@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tileflash
 from support.optioned import BIASES, OPTIONS, OTHERS, Problem, check
 from tileflash.attention.dispatch import BACKENDS, NoBackendError
 

@@ -9,7 +9,7 @@ from tileflash.kernels.triton.features import documents_meet
 
 @triton.jit
 def meet_kernel(query_ids, key_ids, meets, query_length, key_length, tiles, BLOCK: tl.constexpr):
-    operands = (0, 0, 0, 0.0, 0.0, 0, 0, 0, query_ids, key_ids, 0, 1.0, 0, 1.0, 0)
+    operands = (0, 0, 0, 0.0, 0.0, 0, 0, 0, query_ids, key_ids, 0, 1.0, 0, 1.0, 0, 0, 0)
     i_tile, j_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     found = documents_meet(i_tile * BLOCK, j_tile * BLOCK, query_length, key_length, operands, BLOCK, BLOCK)
     tl.store(meets + tl.program_id(0), found.to(tl.int32))

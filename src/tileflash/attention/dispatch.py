@@ -45,7 +45,7 @@ class NoBackendError(ValueError):
 
 def choose(problem: AttentionProblem, backend: str) -> Backend:
     """The backend for a problem. Raises NoBackendError with all reasons, ValueError for an unknown name."""
-    order = order_of(backend)
+    order = order_of(backend, problem.second_derivative)
     for name in order:
         if not BACKENDS[name].reasons(problem):
             return BACKENDS[name]
@@ -54,9 +54,14 @@ def choose(problem: AttentionProblem, backend: str) -> Backend:
     raise NoBackendError(f"backend {backend!r} cannot serve attention of {problem.describe()}:\n{details}{hint}")
 
 
-def order_of(backend: str) -> tuple[str, ...]:
-    """The backends that a name stands for, in order. Raises ValueError for an unknown name."""
+def order_of(backend: str, second_derivative: bool = False) -> tuple[str, ...]:
+    """The backends that a name stands for, in order. Raises ValueError for an unknown name.
+
+    Whoever asks "auto" for second derivatives, which need whole matrices, has asked for the reference.
+    """
     if isinstance(backend, str):
+        if backend == "auto" and second_derivative:
+            return (*AUTO_ORDER, "reference")
         if backend in FAMILIES:
             return FAMILIES[backend]
         if backend in BACKENDS:

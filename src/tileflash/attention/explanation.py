@@ -52,7 +52,7 @@ class Explanation:
 
 def explain_problem(problem: AttentionProblem, backend: str) -> Explanation:
     """What `choose` would do, every backend's reasons, and the plan of the one chosen."""
-    order = order_of(backend)
+    order = order_of(backend, problem.second_derivative)
     reasons = {name: candidate.reasons(problem) for name, candidate in BACKENDS.items()}
     choice = next((name for name in order if not reasons[name]), None)
     return Explanation(problem, backend, choice, reasons, [] if choice is None else BACKENDS[choice].plan(problem))

@@ -44,6 +44,7 @@ def reference_attention(
     logits = logits.masked_fill(empty[..., None], 0.0)
     lse = log_sum_exp(logits)
     probabilities = torch.softmax(logits, 3).masked_fill(empty[..., None], 0.0)[..., :key_length]
+    probabilities = probabilities.masked_fill(~visible, 0.0)  # of a row that is NaN, too
     if options.dropout_p:
         keep = kept_weights(options, batch, heads, 0, query_length, key_length, first_sequence)
         probabilities = torch.where(keep, probabilities / (1 - options.dropout_p), 0.0)

@@ -46,6 +46,9 @@ def tiled_forward(
         if options.sinks is not None:
             row_lse = torch.logaddexp(row_lse, _sinks(options.sinks, kv_heads, compute))
         weights = torch.exp(strip.logits - row_lse.masked_fill(row_lse == -torch.inf, 0.0)[..., None])
+        weights = weights.masked_fill(
+            ~strip.visible, 0.0
+        )  # a row whose log-sum-exp is NaN has weights that are, hidden ones too
         if strip.keep is not None:
             weights = weights * strip.keep
         weights = weights.masked_fill(strip.visible & strip.lost_values.transpose(3, 4), torch.nan)
@@ -75,6 +78,7 @@ def tiled_backward(
         d_outs, outs = (_grouped(tensor[:, begin:end], kv_heads, compute) for tensor in (d_out, out))
         row_lse = lse[:, :, begin:end].unflatten(1, (kv_heads, -1))
         weights = torch.exp(strip.logits - row_lse.masked_fill(row_lse == -torch.inf, 0.0)[..., None])
+        weights = weights.masked_fill(~strip.visible, 0.0)
         delta = (d_outs * outs).sum(4)
         if d_lse is not None:
             delta = delta - d_lse[:, :, begin:end].unflatten(1, (kv_heads, -1))

@@ -2,7 +2,7 @@
 
 FEATURES says at compile time which options are on, as a sum of the bits below. Their operands travel in two tuples:
 
-    bias     (pointer, and its strides by batch, head, query, key)
+    bias     (pointer, its strides by batch, head, query, key, its last query and key)
     extras   (see `operands`)
 
 Positions come as columns and rows that broadcast: i_query [M, 1] with i_key [1, N], or [1, M] with [N, 1] in the kernel that works on
@@ -57,6 +57,8 @@ def operands(bias, extras, sequence, head, heads, shift, query_begin, key_begin,
     prefix = 0
     stride_bias_query = 0
     stride_bias_key = 0
+    bias_last_query = 0
+    bias_last_key = 0
     softcap = 1.0
     drop_below = 0
     keep_scale = 1.0
@@ -69,7 +71,9 @@ def operands(bias, extras, sequence, head, heads, shift, query_begin, key_begin,
         if ALIBI & FEATURES:
             slope = tl.load(slopes_ptr + sequence * stride_slopes + head).to(tl.float32)
         if (BIAS & FEATURES) | (MASK & FEATURES):
-            bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_query, stride_bias_key = bias
+            (
+                bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_query, stride_bias_key, bias_last_query, bias_last_key,
+            ) = bias  # fmt: skip
             bias_base = (
                 bias_ptr + tl.cast(sequence, tl.int64) * stride_bias_batch + tl.cast(head, tl.int64) * stride_bias_head
             )
@@ -89,7 +93,7 @@ def operands(bias, extras, sequence, head, heads, shift, query_begin, key_begin,
             prefix = tl.load(prefix_ptr + sequence)
     return (
         bias_base, stride_bias_query, stride_bias_key, slope, sink, seed, offset, stream, query_ids, key_ids, prefix,
-        softcap, drop_below, keep_scale, shift,
+        softcap, drop_below, keep_scale, shift, bias_last_query, bias_last_key,
     )  # fmt: skip
 
 
@@ -124,6 +128,24 @@ def distance(i_query, i_key, operands):
 
 
 @triton.jit
+def _bias_pointers(
+    bias_base,
+    i_query,
+    i_key,
+    stride_bias_query,
+    stride_bias_key,
+    bias_last_query,
+    bias_last_key,
+    FEATURES: tl.constexpr,
+):
+    """Where the bias of each pair lies. A packed sequence longer than its max_seqlen was said to be finds the last place, not others'."""
+    if VARLEN & FEATURES:
+        i_query = tl.minimum(i_query, bias_last_query)
+        i_key = tl.minimum(i_key, bias_last_key)
+    return bias_base + (tl.cast(i_query, tl.int64) * stride_bias_query + tl.cast(i_key, tl.int64) * stride_bias_key)
+
+
+@triton.jit
 def explicit_logits(b_s, i_query, i_key, inside, scale, operands, FEATURES: tl.constexpr):
     """(logits in base 2, derivative of the soft cap, where the bias does not hide) of the products b_s.
 
@@ -131,7 +153,7 @@ def explicit_logits(b_s, i_query, i_key, inside, scale, operands, FEATURES: tl.c
     """
     (
         bias_base, stride_bias_query, stride_bias_key, slope, _sink, _seed, _offset, _stream, _query_ids, _key_ids, _prefix,
-        softcap, _drop_below, _keep_scale, shift,
+        softcap, _drop_below, _keep_scale, shift, bias_last_query, bias_last_key,
     ) = operands  # fmt: skip
     logits = b_s * scale
     derivative = 1.0
@@ -143,8 +165,8 @@ def explicit_logits(b_s, i_query, i_key, inside, scale, operands, FEATURES: tl.c
     if ALIBI & FEATURES:
         logits -= slope * tl.abs(i_key - i_query - shift).to(tl.float32)
     if BIAS & FEATURES:
-        pointers = bias_base + (
-            tl.cast(i_query, tl.int64) * stride_bias_query + tl.cast(i_key, tl.int64) * stride_bias_key
+        pointers = _bias_pointers(
+            bias_base, i_query, i_key, stride_bias_query, stride_bias_key, bias_last_query, bias_last_key, FEATURES
         )
         values = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
         logits += values
@@ -157,7 +179,7 @@ def hide(visible, i_query, i_key, inside, query_length, key_length, operands, FE
     """`visible`, the band, changed by the prefix, the documents and the mask, and restricted to `inside`."""
     (
         bias_base, stride_bias_query, stride_bias_key, _slope, _sink, _seed, _offset, _stream, query_ids, key_ids, prefix,
-        _softcap, _drop_below, _keep_scale, _shift,
+        _softcap, _drop_below, _keep_scale, _shift, bias_last_query, bias_last_key,
     ) = operands  # fmt: skip
     if PREFIX & FEATURES:
         visible = visible | (i_key < prefix)
@@ -167,8 +189,8 @@ def hide(visible, i_query, i_key, inside, query_length, key_length, operands, FE
         other = tl.load(key_ids + i_key, mask=(i_key >= 0) & (i_key < key_length), other=0)
         visible = visible & (own == other)
     if MASK & FEATURES:
-        pointers = bias_base + (
-            tl.cast(i_query, tl.int64) * stride_bias_query + tl.cast(i_key, tl.int64) * stride_bias_key
+        pointers = _bias_pointers(
+            bias_base, i_query, i_key, stride_bias_query, stride_bias_key, bias_last_query, bias_last_key, FEATURES
         )
         visible = visible & (tl.load(pointers, mask=inside, other=0) != 0)
     return visible
@@ -182,7 +204,7 @@ def documents_meet(i_query, i_key, query_length, key_length, operands, BLOCK_M: 
     """
     (
         _bias_base, _stride_bias_query, _stride_bias_key, _slope, _sink, _seed, _offset, _stream, query_ids, key_ids, _prefix,
-        _softcap, _drop_below, _keep_scale, _shift,
+        _softcap, _drop_below, _keep_scale, _shift, _bias_last_query, _bias_last_key,
     ) = operands  # fmt: skip
     rows = i_query + tl.arange(0, BLOCK_M)
     columns = i_key + tl.arange(0, BLOCK_N)
@@ -207,7 +229,7 @@ def kept(i_query, i_key, operands, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)
     """
     (
         _bias_base, _stride_bias_query, _stride_bias_key, _slope, _sink, seed, offset, stream, _query_ids, _key_ids, _prefix,
-        _softcap, drop_below, _keep_scale, _shift,
+        _softcap, drop_below, _keep_scale, _shift, _bias_last_query, _bias_last_key,
     ) = operands  # fmt: skip
     quads = i_key // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     rows = i_query + tl.arange(0, BLOCK_M)[:, None]

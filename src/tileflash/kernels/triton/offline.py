@@ -52,7 +52,7 @@ EVERY_OPTION = sum(
         features.VARLEN,
     )
 )  # fmt: skip
-_BIAS_TYPES = ("*fp32", "i32", "i32", "i32", "i32")
+_BIAS_TYPES = ("*fp32", *["i32"] * 6)
 _EXTRAS_TYPES = (
     "*fp32", "*fp32", "*i64", "*i32", "*i32", "*i32", "*i32", "*i32", *["i32"] * 7, "fp32", "i32", "fp32", "i32",
 )  # fmt: skip

@@ -36,12 +36,13 @@ def feature_bits(options: Options, scale: float) -> int:
 
 
 def bias_argument(options: Options) -> tuple[Any, ...]:
-    """(bias, strides by batch, head, query, key), 0 where it is broadcast; () without a bias."""
+    """(bias, strides by batch, head, query, key, 0 where it is broadcast, last query and key); () without a bias."""
     bias = options.bias
     if bias is None:
         return ()
     strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
-    return (bias.view(torch.uint8) if bias.dtype == torch.bool else bias, *strides)
+    last = (size - 1 for size in bias.shape[2:])
+    return (bias.view(torch.uint8) if bias.dtype == torch.bool else bias, *strides, *last)
 
 
 def options_argument(options: Options, bits: int, q: Tensor, k: Tensor) -> tuple[Any, ...]:
@@ -77,9 +78,12 @@ def slope_gradient(rows: Tensor, options: Options) -> Tensor:
 
 
 def by_sequence(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sums [N, Hq] over each packed sequence of rows [Hq, total]. Differences of running sums, in fp64, so in a fixed order."""
-    running = torch.nn.functional.pad(rows.double().cumsum(1), (1, 0))  # [Hq, total + 1]
-    return running[:, cu_seqlens.long().clamp(0, rows.shape[1])].diff(dim=1).T.to(rows.dtype)
+    """Sums [N, Hq] over each packed sequence of rows [Hq, total], each in a fixed order."""
+    bounds = cu_seqlens.long().clamp(0, rows.shape[1])
+    lengths = torch.cat(
+        [bounds.diff().clamp(min=0), rows.shape[1] - bounds[-1:]]
+    )  # the last: rows behind all sequences
+    return torch.segment_reduce(rows.T.contiguous(), "sum", lengths=lengths, axis=0, unsafe=True)[:-1]
 
 
 def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tile_dot(a, b, PRECISION: tl.constexpr):
-    """a [M, K] @ b [K, N] accumulated in fp32. PRECISION "ieee" keeps fp32 inputs exact (no TF32); "upcast" is for Triton's
+    """a [M, K] @ b [K, N] accumulated in fp32. PRECISION "ieee" keeps fp32 inputs exact, "tf32" does not; "upcast" is for Triton's
     interpreter, whose dot multiplies the raw bits of bf16 (triton#11584)."""
     if PRECISION == "upcast":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def tile_dot_add(a, b, acc, PRECISION: tl.constexpr):
     """acc [M, N] + a [M, K] @ b [K, N], all in fp32 registers."""
     if PRECISION == "upcast":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
