@@ -270,6 +270,8 @@ def _bias_gradient(
     """d_bias in the bias's shape and dtype. Launched the long way: it is no hot path, and its grid depends on the bias."""
     bias = options.bias
     assert bias is not None
+    if bias.numel() == 0:
+        return torch.zeros_like(bias)
     sizes = _Sizes.of(q, k, v, low, high, features, options)
     batch, query_length, key_length = sizes.batch, sizes.query_length, sizes.key_length
     if options.packed:
