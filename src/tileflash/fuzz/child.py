@@ -16,6 +16,7 @@ from typing import Any
 # The child sees the very sys.path of this process: not the directory that `python -m` would put first.
 _COMMAND = "import sys; sys.path[:] = sys.argv[1].split('\\n'); from tileflash.fuzz.worker import main; main()"
 _POLL_S = 0.02
+_DYING_S = 10.0
 
 
 class Child:
@@ -67,7 +68,10 @@ class Child:
                 )  # a session of its own: compilers that it started are in it
             else:
                 self._process.kill()
-        status = self._process.wait()
+        try:
+            status = self._process.wait(timeout=_DYING_S)
+        except subprocess.TimeoutExpired:
+            status = -int(signal.SIGKILL)  # a kernel without end holds it in the driver; we need not wait for that
         self._reader.join(timeout=5)
         return status
 

@@ -81,7 +81,8 @@ def _draw_integers(drawn: Drawn, device: str) -> None:
         assert drawn.starts is not None
         parts["cu_seqlens_q"], parts["cu_seqlens_k"] = drawn.starts
         if problem.bias:
-            drawn.arguments["max_seqlen_q"], drawn.arguments["max_seqlen_k"] = problem.query_length, problem.key_length
+            drawn.arguments["max_seqlen_q"] = max(1, problem.query_length)
+            drawn.arguments["max_seqlen_k"] = max(1, problem.key_length)
     if "documents" in problem.options:
         for name, (batch, rows) in (("ids_q", problem.query_shape[:2]), ("ids_k", problem.key_shape[:2])):
             parts[name] = [number for _ in range(batch) for number in sorted(numbers.choices(range(3), k=rows))]

@@ -20,7 +20,7 @@ from torch import Tensor
 import tileflash
 from tileflash.fuzz.closer import allowances
 from tileflash.fuzz.drawing import Drawn, draw
-from tileflash.fuzz.problems import Problem
+from tileflash.fuzz.problems import HIDING, Problem
 from tileflash.fuzz.textbook import Scene, make_scene, packed, textbook
 
 FACTOR = 3.0
@@ -167,7 +167,7 @@ def _run_all(setting: _Setting, backends: Sequence[str]) -> Iterator[tuple[str, 
         if apart is not None:
             actual = {
                 name: torch.where(
-                    apart if name == "lse" else _beside_rows(apart, drawn), tensor, setting.truth[name].to(tensor.dtype)
+                    apart if name == "lse" else _beside_rows(apart), tensor, setting.truth[name].to(tensor.dtype)
                 )
                 for name, tensor in actual.items()
                 if name in ("out", "lse", "d_q")
@@ -268,11 +268,9 @@ def _spoil(drawn: Drawn, scene: Scene) -> Tensor:
 
 def _hides(drawn: Drawn) -> bool:
     """Keys are hidden from rows within a tile: what such rows of q hold may reach the keys' gradients (docs/semantics.md)."""
-    from tileflash.fuzz.problems import HIDING
-
     return any(name in HIDING for name in drawn.problem.options)
 
 
-def _beside_rows(judged: Tensor, drawn: Drawn) -> Tensor:
+def _beside_rows(judged: Tensor) -> Tensor:
     """[B, H, Sq] or [H, total] -> as out and d_q have it, with a last dimension of 1."""
     return judged.transpose(-1, -2)[..., None]

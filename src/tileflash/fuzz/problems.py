@@ -12,6 +12,7 @@ import torch
 BIASES = ("bias", "bias_heads", "bias_keys", "bias_queries", "bias_one", "bias_hiding", "mask", "mask_keys")
 OTHERS = ("alibi", "alibi_batch", "softcap", "documents", "prefix", "sinks", "dropout", "negative_scale")
 OPTIONS = BIASES + OTHERS
+SLOPES = {"alibi", "alibi_batch"}  # one of them at most
 HIDING = ("bias_hiding", "mask", "mask_keys", "documents", "prefix")  # these hide keys besides the band
 
 # How q, k, v and the gradient of out lie in memory; see `layouts`.
@@ -117,6 +118,8 @@ class Problem:
     @property
     def bias_shape(self) -> tuple[int, ...]:
         batch, heads, sq, sk = self.sequences, self.heads, self.query_length, self.key_length
+        if self.lengths is not None:  # at least max_seqlen, where 0 is "nobody said"
+            sq, sk = max(1, sq), max(1, sk)
         return {
             "bias": (batch, heads, sq, sk), "bias_heads": (heads, sq, sk), "bias_keys": (batch, 1, 1, sk),
             "bias_queries": (1, 1, sq, 1), "bias_one": (1,), "bias_hiding": (1, heads, sq, sk),
@@ -184,7 +187,7 @@ def check_problem(problem: Problem) -> None:
             raise ValueError(f"a problem's {name} must be one of {', '.join(words)}, got {getattr(problem, name)!r}")
     if wrong := [name for name in problem.options if name not in OPTIONS]:
         raise ValueError(f"a problem's options are {', '.join(OPTIONS)}, not {wrong[0]!r}")
-    if sum(name in BIASES for name in problem.options) > 1 or {"alibi", "alibi_batch"} <= set(problem.options):
+    if sum(name in BIASES for name in problem.options) > 1 or set(problem.options) >= SLOPES:
         raise ValueError(f"a problem has one bias and one kind of slopes, got {', '.join(problem.options)}")
     if min(problem.d, problem.dv, problem.kv_heads) < 1 or problem.heads % problem.kv_heads:
         raise ValueError("a problem's heads must be a multiple of kv_heads, and d and dv at least 1")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from itertools import combinations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tileflash.fuzz.problems import BIASES, OTHERS, Problem, changed_fields, to_json
+from tileflash.fuzz.problems import BIASES, OPTIONS, OTHERS, SLOPES, Problem, changed_fields, to_json
 from tileflash.fuzz.session import Failure, FuzzPlan, Outcome
+from tileflash.fuzz.variants import make_variants
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,16 +27,17 @@ _VARIANT_S = 20.0
 
 def default_backends(device: str, named: list[str] | None) -> tuple[str, ...]:
     """Those named, or all of ours that serve on the device. ValueError for a name that is none and for one that does not serve."""
-    import tileflash
-    from tileflash.attention.dispatch import BACKENDS
+    from tileflash.attention.dispatch import BACKENDS, choose
+    from tileflash.attention.problem import make_problem
 
     q = torch.zeros(1, 1, 1, 16, device=device)
+    problem = make_problem(q, q, q, False, (None, None), None, False)
     serving = []
     for name in named or _OURS:
         if name not in BACKENDS:
             raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {name!r}")
         try:
-            tileflash.attention(q, q, q, backend=name)
+            choose(problem, name)
         except ValueError as error:
             if named:
                 raise ValueError(f"--backend {name}: {error}") from None
@@ -111,6 +114,11 @@ def summary(outcome: Outcome, plan: FuzzPlan) -> str:
         f"{', '.join(plan.backends)} on {plan.device}: {failed or 'no'} mismatch{'es' if failed != 1 else ''}"
     ]
     names = {*BIASES, *OTHERS}
+    used = [tuple(sorted(one.model.options)) for one in make_variants(plan.variants, plan.seed, plan.device)]
+    pairs = {pair for options in used for pair in combinations(options, 2)}
+    possible = [pair for pair in combinations(OPTIONS, 2) if not set(pair) <= set(BIASES) and not set(pair) <= SLOPES]
+    single = {option for options in used for option in options}
+    lines.append(f"variants: {len(single)} of {len(OPTIONS)} options, {len(pairs)} of {len(possible)} pairs of them")
     options = [f"{name} {outcome.traits[name]:,}" for name in (*BIASES, *OTHERS)]
     lines.append(f"options: {', '.join(options)}")
     lines.append(f"others: {', '.join(f'{k} {v:,}' for k, v in sorted(outcome.traits.items()) if k not in names)}")

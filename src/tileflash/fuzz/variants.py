@@ -155,6 +155,8 @@ def _shaped(variant: Variant, numbers: random.Random, longest: int) -> Problem:
         sq = _length(numbers, longest)
         sk = sq if model.layout == "packed" or numbers.random() < 0.3 else _length(numbers, longest)
         batch = numbers.choice([1, 2, 2, 3]) if max(sq, sk) <= 200 else 1
+        if numbers.random() < 0.01:
+            batch = 0
         problem = replace(problem, sq=sq, sk=sk, batch=batch)
     else:
         pairs = tuple(
