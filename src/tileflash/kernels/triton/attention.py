@@ -90,7 +90,7 @@ class _Sizes:
         if self.low is None and self.high is None:
             return 1
         bytes_per_head = self.key_length * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
-        return max(1, _L2_SHARE_BYTES // bytes_per_head)
+        return max(1, _L2_SHARE_BYTES // max(1, bytes_per_head))  # there may be no keys
 
     def flags(self) -> tuple[Any, ...]:
         """The constants that end every attention kernel's parameters."""
