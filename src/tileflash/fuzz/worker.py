@@ -43,13 +43,19 @@ def main() -> None:
 
 
 def smaller(problem: Problem, backend: str, device: str, seconds: float, tell: Callable[[Message], None]) -> Problem:
-    """Shrink in this process, telling each step."""
+    """Shrink in this process, telling each step. The fault stays the same: some result that is wrong, or the exception's type."""
+    faults = _kinds(what_is_wrong(problem, backend, device))
     return shrink(
         problem,
-        lambda candidate: bool(what_is_wrong(candidate, backend, device)),
+        lambda candidate: bool(faults & _kinds(what_is_wrong(candidate, backend, device))),
         seconds,
         lambda found: tell({"kind": "shrunk", "problem": json.loads(to_json(found))}),
     )
+
+
+def _kinds(words: list[str]) -> set[str]:
+    """What words of `what_is_wrong` are about, without their numbers."""
+    return {text.partition(": error ")[0] if ": error " in text else text.partition(":")[0] for text in words}
 
 
 def what_is_wrong(problem: Problem, backend: str, device: str) -> list[str]:
