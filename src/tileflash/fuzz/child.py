@@ -98,5 +98,5 @@ def death(status: int, said: str) -> str:
     else:
         how = f"the process ended with status {status}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    telling = [line for line in lines if "Error" in line or "error" in line]
+    telling = [line for line in lines if "Error: " in line or "CUDA error" in line]  # advice may stand behind it
     return f"{how}: {(telling or lines)[-1][:500]}" if lines else how
