@@ -122,7 +122,7 @@ def summary(outcome: Outcome, plan: FuzzPlan) -> str:
     options = [f"{name} {outcome.traits[name]:,}" for name in (*BIASES, *OTHERS)]
     lines.append(f"options: {', '.join(options)}")
     lines.append(f"others: {', '.join(f'{k} {v:,}' for k, v in sorted(outcome.traits.items()) if k not in names)}")
-    if outcome.slow_seconds:
+    if outcome.slow_seconds and plan.device.startswith("cuda"):
         lines.append(
             f"workers computed for {outcome.worker_seconds:.0f} s in all, {outcome.slow_seconds:.0f} s of them in slow bunches "
             "(compiling)"
