@@ -101,7 +101,8 @@ def tiled_backward(
             rows = slice(begin, end) if d_bias.shape[2] > 1 else slice(0, 1)
             d_bias[:, :, rows] += part.sum_to_size((*d_bias.shape[:2], d_bias[:, :, rows].shape[2], d_bias.shape[3]))
         if strip.capped is not None:
-            d_logits = d_logits * (1 - strip.capped * strip.capped)
+            # hidden once more: the derivative at a hidden key that is NaN is NaN, too
+            d_logits = (d_logits * (1 - strip.capped * strip.capped)).masked_fill(~strip.visible, 0.0)
         d_v += (dropped.transpose(3, 4) @ d_outs).sum(2)
         d_k += (d_logits.transpose(3, 4) @ strip.queries).sum(2) * scale
         d_q[:, begin:end] = (

@@ -10,6 +10,7 @@ from tileflash.cli.compare import compare
 from tileflash.cli.data import app as data_app
 from tileflash.cli.doctor import doctor
 from tileflash.cli.explain import explain
+from tileflash.cli.fuzz import fuzz
 from tileflash.cli.report import report
 from tileflash.cli.train import train as train_command
 from tileflash.cli.weights import weights_app
@@ -30,6 +31,7 @@ app.add_typer(bench_app, name="bench")
 app.command("report")(report)
 app.command("explain")(explain)
 app.command("doctor")(doctor)
+app.command("fuzz")(fuzz)
 app.add_typer(weights_app, name="weights")
 
 

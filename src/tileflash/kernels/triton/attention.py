@@ -94,7 +94,7 @@ class _Sizes:
         if self.low is None and self.high is None:
             return 1
         bytes_per_head = self.key_length * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
-        return max(1, _L2_SHARE_BYTES // bytes_per_head)
+        return max(1, _L2_SHARE_BYTES // max(1, bytes_per_head))  # there may be no keys
 
     def flags(self) -> tuple[Any, ...]:
         """The constants that end every attention kernel's parameters."""
@@ -285,6 +285,8 @@ def _bias_gradient(
     """d_bias in the bias's shape and dtype. Launched the long way: it is no hot path, and its grid depends on the bias."""
     bias = options.bias
     assert bias is not None
+    if bias.numel() == 0:
+        return torch.zeros_like(bias)
     sizes = _Sizes.of(q, k, v, low, high, features, options)
     batch, query_length, key_length = sizes.batch, sizes.query_length, sizes.key_length
     if options.packed:

@@ -241,6 +241,8 @@ def _accumulate_dq(
                 d_slope -= tl.sum(d_s * distance(i_queries, i_keys, extra), 1)
             if SOFTCAP & FEATURES:
                 d_s *= derivative
+                if MASKED:
+                    d_s = tl.where(visible, d_s, 0.0)  # the derivative at a hidden key that is NaN is NaN, too
             if GUARDED:
                 b_k = finite_or_zero(b_k)  # a row that sees such a key has a dS that is not finite, either
             d_q = tile_dot_add(d_s.to(b_k.dtype), b_k, d_q, PRECISION)  # [BLOCK_M, BLOCK_D]

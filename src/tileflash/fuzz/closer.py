@@ -1,0 +1,142 @@
+"""What the very numbers of a problem excuse: allowances for results that look wrong at first. fp64, step by step, no autograd.
+
+Plain PyTorch's error is a sample. Where a result has few elements, or few that weigh, the sample may be 0 by luck while another
+order of the same roundings is not. Here the size of the terms that are rounded is made instead, with u = half a unit of the dtype:
+
+- P and dS are rounded to the input dtype before a product: the root of the sum of squares of the terms.
+- delta is made from the rounded out: an error e_i of row i changes dS_ij by -P_ij e_i, and all that is made from dS.
+- Everything is summed in fp32: sixteen roundings of the sum of the terms' absolute values, times the size of the logits, whose
+  rounding is a factor of P.
+
+A wrong result is wrong by terms as a whole and not by roundings of them, so these allowances hide nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tileflash.fuzz.drawing import Drawn
+from tileflash.fuzz.textbook import Scene, _take
+
+_SUMS = 16 * torch.finfo(torch.float32).eps
+
+
+def allowances(drawn: Drawn, scene: Scene) -> dict[str, float]:
+    """What the error of each result may be beyond the first allowance."""
+    if (
+        0 in (*drawn.problem.query_shape, *drawn.problem.key_shape)
+        or drawn.problem.key_length * drawn.problem.query_length == 0
+    ):
+        return {}
+    return {
+        name: float(value.abs().amax()) if value.numel() else 0.0 for name, value in _allowances(drawn, scene).items()
+    }
+
+
+def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
+    problem, arguments = drawn.problem, drawn.arguments
+    heads, group = problem.heads, problem.heads // problem.kv_heads
+    unit = torch.finfo(problem.dtype).eps
+    scale = abs(arguments.get("scale", problem.d**-0.5))
+    q, k, v, d_out = (
+        t.detach().double() for t in (drawn.tensors["q"], drawn.tensors["k"], drawn.tensors["v"], drawn.d_out)
+    )
+    d_lse = drawn.d_lse.double()
+    if scene.rows is not None and scene.columns is not None:
+        q, k, v, d_out = (
+            _take(q, scene.rows),
+            _take(k, scene.columns),
+            _take(v, scene.columns),
+            _take(d_out, scene.rows),
+        )
+        d_lse = _take(d_lse.T, scene.rows).transpose(1, 2)
+    q, k, v, d_out = (t.transpose(1, 2) for t in (q, k, v, d_out))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [B, H, S, D]
+    if problem.loss == "lse" and problem.with_lse:
+        d_out = torch.zeros_like(d_out)
+    if problem.loss == "out" or not problem.with_lse:
+        d_lse = torch.zeros_like(d_lse)
+
+    products = q @ k.transpose(2, 3) * arguments.get("scale", problem.d**-0.5)
+    terms = q.abs() @ k.abs().transpose(2, 3) * scale  # the sizes that logits are summed from
+    slope = torch.ones_like(products)
+    logits = products
+    if "softcap" in arguments:
+        cap = torch.tanh(products / arguments["softcap"])
+        logits, slope = arguments["softcap"] * cap, 1 - cap * cap
+    if "alibi_slopes" in drawn.tensors:
+        added = drawn.tensors["alibi_slopes"].detach().double().view(-1, heads, 1, 1) * scene.away
+        logits, terms = logits - added, terms + added.abs()
+    if "bias" in drawn.tensors:
+        bias = drawn.tensors["bias"].detach().double()
+        logits, terms = logits + bias, terms + bias.abs().nan_to_num(posinf=0.0)
+    visible = scene.visible.expand(logits.shape)
+    logits = logits.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(logits, 3, keepdim=True)
+    if "sinks" in drawn.tensors:
+        sinks = drawn.tensors["sinks"].detach().double().view(1, heads, 1, 1)
+        lse = torch.logaddexp(lse, sinks)
+    p = torch.exp(logits - lse).masked_fill(~visible, 0.0)
+    kept = torch.ones_like(p) if scene.keep is None else scene.keep.double() / (1 - arguments["dropout_p"])
+    dropped = p * kept
+    size = 1 + terms.masked_fill(~visible, 0.0).amax((2, 3), keepdim=True)  # [B, H, 1, 1]
+
+    out = dropped @ v
+    d_p = kept * (d_out @ v.transpose(2, 3))
+    delta = (out * d_out).sum(3, keepdim=True) - d_lse[..., None]
+    d_s = p * (d_p - delta)
+    away = p * (
+        kept * (d_out.abs() @ v.abs().transpose(2, 3))
+        + (dropped @ v.abs() * d_out.abs()).sum(3, keepdim=True)
+        + d_lse[..., None].abs()
+    )
+    # P, dS and the d_p that make dS are rounded, and so is out: by row
+    off = unit * (out * d_out).square().sum(3, keepdim=True).sqrt()  # [B, H, Sq, 1]
+    found = {
+        "out": unit * (dropped.square() @ v.square()).sqrt() + _SUMS * size * (dropped @ v.abs()),
+        "lse": _SUMS * size.expand(*p.shape[:3], 1),
+        "d_q": scale
+        * (
+            unit * ((d_s * slope).square() @ k.square()).sqrt()
+            + off * ((p * slope) @ k).abs()
+            + _SUMS * size * ((away * slope) @ k.abs())
+        ),
+        "d_k": scale
+        * (
+            _over(unit * d_s * slope, q, group)
+            + 3 * _over(off * p * slope, q, group)
+            + _SUMS * _absolutely(size * away * slope, q, group)
+        ),
+        "d_v": _over(unit * dropped, d_out, group) + _SUMS * _absolutely(size * dropped, d_out, group),
+    }
+    rough = (3 * off * p).square() + (_SUMS * size * away).square()  # of dS as such, squared
+    if "bias" in drawn.tensors:
+        shape = (1,) * (4 - drawn.tensors["bias"].dim()) + tuple(drawn.tensors["bias"].shape)
+        found["d_bias"] = _broadcast_sum(rough, shape).sqrt()
+    if "alibi_slopes" in drawn.tensors:
+        rows = (off * (p * scene.away).sum(3, keepdim=True)).square() * 9 + (
+            _SUMS * size * (away * scene.away).sum(3, keepdim=True)
+        ).square()
+        found["d_alibi_slopes"] = rows.sum((2, 3)).sum(0).sqrt()
+    if "sinks" in drawn.tensors:
+        sunk = torch.exp(sinks - lse)
+        magnitude = (dropped @ v.abs() * d_out.abs()).sum(3, keepdim=True) + d_lse[..., None].abs()
+        found["d_sinks"] = (
+            ((3 * off * sunk).square() + (_SUMS * size * sunk * magnitude).square()).sum((0, 2, 3)).sqrt()
+        )
+    return found
+
+
+def _over(weights: Tensor, rows: Tensor, group: int) -> Tensor:
+    """Root of the sum of squares of weights^T rows, over queries and the heads that share a key: [B, Hkv, Sk, D]."""
+    return (weights.square().transpose(2, 3) @ rows.square()).unflatten(1, (-1, group)).sum(2).sqrt()
+
+
+def _absolutely(weights: Tensor, rows: Tensor, group: int) -> Tensor:
+    return (weights.abs().transpose(2, 3) @ rows.abs()).unflatten(1, (-1, group)).sum(2)
+
+
+def _broadcast_sum(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Summed over the dimensions in which `shape` is 1."""
+    return tensor.sum([place for place, size in enumerate(shape) if size == 1], keepdim=True)
