@@ -341,8 +341,8 @@ def attention_backward_dq_kernel(
             if HAS_D_LSE:
                 delta_part -= tl.load(d_lse_ptr + row_base + i_rows, mask=rows_inside, other=0.0)
             d_q_part, d_slope_part = _accumulate_dq(
-                tl.zeros([16, BLOCK_D], tl.float32), tl.zeros([16], tl.float32), b_q_part, b_d_out_part, lse_log2_part, delta_part, k_base, v_base,
-                i_part, key_begin // 16 * 16, key_end, key_begin, key_end, query_length, key_length, stride_ks, stride_vs,
+                tl.zeros([16, BLOCK_D], tl.float32), tl.zeros([16], tl.float32), b_q_part, b_d_out_part, lse_log2_part, delta_part,
+                k_base, v_base, i_part, key_begin // 16 * 16, key_end, key_begin, key_end, query_length, key_length, stride_ks, stride_vs,
                 scale, scale_log2, low, high, D, DV, extra,
                 16, 16, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES, True,
             )  # fmt: skip
