@@ -234,6 +234,7 @@ def _accumulate_dq(
         if SOFTCAP & FEATURES:
             d_s *= derivative
         if GUARDED:
+            d_s = tl.where(visible, d_s, 0.0)  # the soft cap's derivative is NaN at a key of NaN
             b_k = finite_or_zero(b_k)  # a row that sees such a key has a dS that is not finite, either
         d_q = tile_dot_add(d_s.to(b_k.dtype), b_k, d_q, PRECISION)  # [BLOCK_M, BLOCK_D]
     return d_q, d_slope
