@@ -155,8 +155,7 @@ def packed_tile(slot, cu_ptr, sequences, steps, total, BLOCK: tl.constexpr):
         low = tl.where(begins, middle, low)
         high = tl.where(begins, high, middle - 1)
     first, length = packed_rows(low, cu_ptr, sequences, total)
-    start = tl.load(cu_ptr + low)
-    return low, first, length, tl.maximum(slot - (start // BLOCK + low), 0) * BLOCK
+    return low, first, length, tl.maximum(slot - (first // BLOCK + low), 0) * BLOCK
 
 
 @triton.jit
