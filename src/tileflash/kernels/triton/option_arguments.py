@@ -77,9 +77,18 @@ def slope_gradient(rows: Tensor, options: Options) -> Tensor:
 
 
 def by_sequence(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sums [N, Hq] over each packed sequence of rows [Hq, total]. Differences of running sums, in fp64, so in a fixed order."""
-    running = torch.nn.functional.pad(rows.double().cumsum(1), (1, 0))  # [Hq, total + 1]
-    return running[:, cu_seqlens.long().clamp(0, rows.shape[1])].diff(dim=1).T.to(rows.dtype)
+    """Sums [N, Hq] over each packed sequence of rows [Hq, total]. Differences of running sums, in fp64, so in a fixed order.
+
+    What is not finite is counted instead of summed, for it would stay in the running sum: it makes its own sequence's sum NaN.
+    """
+    ends = cu_seqlens.long().clamp(0, rows.shape[1])
+    finite = torch.isfinite(rows)
+
+    def between(terms: Tensor) -> Tensor:
+        return torch.nn.functional.pad(terms.cumsum(1), (1, 0))[:, ends].diff(dim=1).T
+
+    sums = between(torch.where(finite, rows, 0.0).double())
+    return sums.masked_fill(between((~finite).long()) > 0, torch.nan).to(rows.dtype)
 
 
 def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
