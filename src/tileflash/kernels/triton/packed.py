@@ -163,5 +163,5 @@ def packed_rows(sequence, cu_ptr, sequences, total):
     """(first row, length) of a packed sequence; sequence number `sequences` is what lies behind the last one."""
     first = tl.minimum(tl.maximum(tl.load(cu_ptr + sequence), 0), total)
     last = tl.load(cu_ptr + tl.minimum(sequence + 1, sequences))
-    last = tl.where(sequence == sequences, total, tl.minimum(last, total))
+    last = tl.where(sequence == sequences, total, tl.minimum(tl.maximum(last, 0), total))
     return first, tl.maximum(last - first, 0)
