@@ -41,7 +41,7 @@ def test_a_query_behind_a_cache_sees_all_of_it(rows: int, backend: str, device: 
 
 
 @pytest.mark.parametrize("backend", OURS)
-@pytest.mark.parametrize("window", [(None, 50), (3, 34), (0, 10**9), (10**9, 0), (39, 39), (0, 0)], ids=str)
+@pytest.mark.parametrize("window", [(None, 50), (3, 34), (10**9, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize(("sq", "sk"), [(40, 33), (33, 40)])
 def test_windows_beyond_the_keys(sq: int, sk: int, window: tuple[int | None, int], backend: str, device: str) -> None:
     """flash-attention#895: right > Sk with Sq > Sk dropped keys. Equal to the dense mask, in both passes, packed too."""
@@ -144,8 +144,13 @@ def _strided(bias: Tensor, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", OURS)
-@pytest.mark.parametrize("how", ["odd", "transposed", "every other", "permuted", "expanded"])
-@pytest.mark.parametrize("kind", ["float", "half", "bool"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("float", "odd"), ("bool", "odd"), ("half", "transposed"), ("half", "every other"), ("bool", "every other"),
+        ("float", "permuted"), ("float", "expanded"),
+    ],
+)  # fmt: skip
 def test_strides_of_a_bias_are_free(kind: str, how: str, backend: str, device: str) -> None:
     """xformers#813, #808, diffusers#9637: last-dimension strides that are no multiple of 8 were an error. The gradient is whole, too."""
     q, k, v = (normal(1, n, 2, 16, device=device, seed=n + i) for i, n in enumerate((35, 37, 37)))
