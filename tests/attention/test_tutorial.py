@@ -308,7 +308,7 @@ def test_bad_sizes_are_refused() -> None:
         blocks(4, 0)
     for p_drop in (1.0, -0.1, float("nan")):
         with pytest.raises(ValueError, match="p_drop"):
-            dropout_mask((0, 0), p_drop, slice(0, 1), slice(0, 1), torch.zeros(1))
+            dropout_mask((0, 0, 0, 0), p_drop, slice(0, 1), slice(0, 1), torch.zeros(1))
     with pytest.raises(ValueError, match="multiple of k's 2 heads, has 3"):
         attention(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1), B_r=1, B_c=1)
 
@@ -369,7 +369,7 @@ def test_dropout_drops_as_many_as_asked_and_keeps_the_mean(p_drop: float) -> Non
 
 
 def test_every_part_of_the_state_counts() -> None:
-    arguments = ((0,), (1,), (2**32,), (0, 1), (0, 2**32), (0, 0, 1), (0, 0, 0, 1))
+    arguments = ((0,), (1,), (2**33,), (0, 1), (0, 2**32), (0, 0, 1, 0, 2), (0, 0, 0, 1, 2))
     states = [random_state(*each) for each in arguments]
     masks = [dropout_mask(R, 0.5, slice(0, 64), slice(0, 64), torch.zeros(1)) > 0 for R in states]
     for one, other in itertools.combinations(masks, 2):
@@ -410,6 +410,22 @@ def test_heads_and_calls_drop_different_entries_and_a_call_repeats() -> None:
     heads = dropped().transpose(1, 2).flatten(0, 1)
     for one, other in itertools.combinations([*heads, dropped(1)[0, :, 0], dropped(0, 1)[0, :, 0]], 2):
         assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("seed", [3, -1, (0x123456789ABCDEF0, (5 << 32) + 7), (-(2**63), -1)])
+@pytest.mark.parametrize("p_drop", [0.2, 1 - 2.0**-40])
+def test_the_library_drops_the_same_entries(seed: int | tuple[int, int], p_drop: float) -> None:
+    """tileflash.attention(..., dropout_p, dropout_seed), forward and backward, with grouped heads and blocks of odd sizes."""
+    shapes = ((2, 13, 4, 6), (2, 10, 2, 6), (2, 10, 2, 3))
+    q, k, v = (torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes)
+    of_seed, offset = seed if isinstance(seed, tuple) else (seed, 0)
+    ours = attention(q, k, v, B_r=4, B_c=3, mask=causal(13, 10), p_drop=p_drop, seed=of_seed, offset=offset)
+    for backend in ("reference", "tiled"):
+        library = tileflash.attention(q, k, v, causal=True, dropout_p=p_drop, dropout_seed=seed, backend=backend)
+        torch.testing.assert_close(ours, library, rtol=1e-11, atol=1e-11)
+        gradients = (torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True) for out in (ours, library))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -146,8 +146,8 @@ def _float_tensor(
 ) -> Tensor | None:
     if tensor is None:
         return None
-    wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
     if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS or tuple(tensor.shape) not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name} must be a floating-point tensor {wanted}, got {_describe(tensor)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}")

@@ -272,7 +272,7 @@ def attend_with_kernels(
     """(out, lse) by the kernels registered under `name`, differentiable in q, k, v, bias, slopes and sinks through both."""
     fields: tuple[Any, ...] = () if options is PLAIN else options
     if not _plain_eager(q, k, v):
-        if _transformed(q, k, v, options):
+        if _transformed(q, k, v, options.bias, options.alibi_slopes, options.sinks):
             return _TransformedAttention.apply(q, k, v, scale, low, high, name, *fields)
         return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name, *fields)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(options)):
@@ -304,13 +304,12 @@ def _plain_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _transformed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+def _transformed(*tensors: Tensor | None) -> bool:
     """Inside a function transform, or some input carries a tangent of forward-mode differentiation."""
     if torch.compiler.is_compiling():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     return torch.autograd.forward_ad._current_level >= 0 and any(
-        tensor is not None and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
-        for tensor in (q, k, v, options.bias, options.alibi_slopes, options.sinks)
+        tensor is not None and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
     )

@@ -43,8 +43,8 @@ def reference_attention(
     empty = (logits == -torch.inf).all(3)  # [B, Hq, Sq]
     logits = logits.masked_fill(empty[..., None], 0.0)
     lse = log_sum_exp(logits)
-    probabilities = torch.softmax(logits, 3).masked_fill(empty[..., None], 0.0)[..., :key_length]
-    probabilities = probabilities.masked_fill(~visible, 0.0)  # of a row that is NaN, too
+    # A row that sees NaN is NaN in its softmax whole, in the columns that it does not see, too.
+    probabilities = torch.softmax(logits, 3)[..., :key_length].masked_fill(~visible, 0.0)
     if options.dropout_p:
         keep = kept_weights(options, batch, heads, 0, query_length, key_length, first_sequence)
         probabilities = torch.where(keep, probabilities / (1 - options.dropout_p), 0.0)
@@ -52,7 +52,9 @@ def reference_attention(
     finite = torch.isfinite(values)
     out = probabilities @ torch.where(finite, values, 0.0)
     seen = visible.to(compute).expand(batch, heads, query_length, key_length) @ (~finite).to(compute)
-    out = out.masked_fill(seen > 0, torch.nan).transpose(1, 2).to(q.dtype)
+    out = out.masked_fill(seen > 0, torch.nan)
+    # The output of rows that see nothing is cut off: what comes back for them, NaN even, meets no value.
+    out = out.masked_fill(~visible.any(3)[..., None], 0.0).transpose(1, 2).to(q.dtype)
     return out, lse.masked_fill(empty, -torch.inf)
 
 

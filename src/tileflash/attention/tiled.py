@@ -77,8 +77,11 @@ def tiled_backward(
         strip = _strip(q, k, v, scale, Band(low, high), options, begin, end, first_sequence)
         d_outs, outs = (_grouped(tensor[:, begin:end], kv_heads, compute) for tensor in (d_out, out))
         row_lse = lse[:, :, begin:end].unflatten(1, (kv_heads, -1))
-        weights = torch.exp(strip.logits - row_lse.masked_fill(row_lse == -torch.inf, 0.0)[..., None])
-        weights = weights.masked_fill(~strip.visible, 0.0)
+        # Where nothing is seen all is 0, whatever the gradients of that row hold: 0 * NaN is NaN.
+        empty = row_lse == -torch.inf
+        d_outs = d_outs.masked_fill(empty[..., None], 0.0)
+        weights = torch.exp(strip.logits - row_lse.masked_fill(empty, 0.0)[..., None])
+        weights = weights.masked_fill(~strip.visible, 0.0)  # a row that sees NaN has the log-sum-exp NaN
         delta = (d_outs * outs).sum(4)
         if d_lse is not None:
             delta = delta - d_lse[:, :, begin:end].unflatten(1, (kv_heads, -1))

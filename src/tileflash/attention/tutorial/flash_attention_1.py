@@ -35,7 +35,7 @@ def forward_plain(Q: Tensor, K: Tensor, V: Tensor, *, B_r: int, B_c: int) -> Ten
 
 def forward(
     Q: Tensor, K: Tensor, V: Tensor, *, B_r: int, B_c: int,
-    tau: float | None = None, mask: Mask | None = None, p_drop: float = 0.0, R: RandomState = (0, 0),
+    tau: float | None = None, mask: Mask | None = None, p_drop: float = 0.0, R: RandomState = (0, 0, 0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 2: Algorithm 1 with the scale `tau` (1 / sqrt(d) unless given), a mask and dropout.
 
@@ -69,7 +69,7 @@ def forward(
 
 def backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, ell: Tensor, m: Tensor, *, B_r: int, B_c: int,
-    tau: float | None = None, mask: Mask | None = None, p_drop: float = 0.0, R: RandomState = (0, 0),
+    tau: float | None = None, mask: Mask | None = None, p_drop: float = 0.0, R: RandomState = (0, 0, 0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 4: dQ, dK, dV. O, ell and m are the forward pass's, dO [N, d_v] the gradient of O; tau, mask, p_drop and R as there."""
     tau = Q.shape[1] ** -0.5 if tau is None else tau

@@ -14,7 +14,7 @@ from tileflash.attention.tutorial.dropout import RandomState, dropout_mask
 
 def forward(
     Q: Tensor, K: Tensor, V: Tensor, *, B_r: int, B_c: int,
-    tau: float | None = None, mask: Mask | None = None, p_drop: float = 0.0, R: RandomState = (0, 0),
+    tau: float | None = None, mask: Mask | None = None, p_drop: float = 0.0, R: RandomState = (0, 0, 0, 0),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Algorithm 1: O [N, d_v] and the log-sum-exp L [N, 1] of Q [N, d], K [N_k, d], V [N_k, d_v].
 
@@ -48,7 +48,7 @@ def forward(
 
 def backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor, *, B_r: int, B_c: int,
-    tau: float | None = None, mask: Mask | None = None, p_drop: float = 0.0, R: RandomState = (0, 0),
+    tau: float | None = None, mask: Mask | None = None, p_drop: float = 0.0, R: RandomState = (0, 0, 0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 2: dQ, dK, dV. O and L are the forward pass's, dO [N, d_v] the gradient of O; tau, mask, p_drop and R as there."""
     tau = Q.shape[1] ** -0.5 if tau is None else tau

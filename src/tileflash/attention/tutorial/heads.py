@@ -35,7 +35,7 @@ class _Attention(torch.autograd.Function):
         lse = q.new_empty(*q.shape[:3], 1)
         for batch, head, kv_head in _problems(q, k):
             Q, K, V = q[batch, :, head], k[batch, :, kv_head], v[batch, :, kv_head]  # views: [Sq, D], [Sk, D], [Sk, Dv]
-            R = random_state(seed, offset, batch, head)
+            R = random_state(seed, offset, batch, head, q.shape[2])
             out[batch, :, head], lse[batch, :, head] = flash_attention_2.forward(Q, K, V, R=R, **options)
         ctx.save_for_backward(q, k, v, out, lse)  # what the backward pass needs: O(S) numbers beside q, k and v
         ctx.seed, ctx.offset, ctx.options = seed, offset, options
@@ -50,7 +50,7 @@ class _Attention(torch.autograd.Function):
         for batch, head, kv_head in _problems(q, k):
             Q, K, V = q[batch, :, head], k[batch, :, kv_head], v[batch, :, kv_head]
             O, dO, L = out[batch, :, head], d_out[batch, :, head], lse[batch, :, head]
-            R = random_state(ctx.seed, ctx.offset, batch, head)
+            R = random_state(ctx.seed, ctx.offset, batch, head, q.shape[2])
             dQ, dK, dV = flash_attention_2.backward(Q, K, V, O, dO, L, R=R, **ctx.options)
             d_q[batch, :, head] = dQ
             d_k[batch, :, kv_head] += dK  # a K/V head gets the sum over the query heads that read it

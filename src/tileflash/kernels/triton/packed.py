@@ -155,8 +155,7 @@ def packed_tile(slot, cu_ptr, sequences, steps, total, BLOCK: tl.constexpr):
         low = tl.where(begins, middle, low)
         high = tl.where(begins, high, middle - 1)
     first, length = packed_rows(low, cu_ptr, sequences, total)
-    start = tl.load(cu_ptr + low)
-    return low, first, length, tl.maximum(slot - (start // BLOCK + low), 0) * BLOCK
+    return low, first, length, tl.maximum(slot - (first // BLOCK + low), 0) * BLOCK
 
 
 @triton.jit
@@ -164,5 +163,5 @@ def packed_rows(sequence, cu_ptr, sequences, total):
     """(first row, length) of a packed sequence; sequence number `sequences` is what lies behind the last one."""
     first = tl.minimum(tl.maximum(tl.load(cu_ptr + sequence), 0), total)
     last = tl.load(cu_ptr + tl.minimum(sequence + 1, sequences))
-    last = tl.where(sequence == sequences, total, tl.minimum(last, total))
+    last = tl.where(sequence == sequences, total, tl.minimum(tl.maximum(last, 0), total))
     return first, tl.maximum(last - first, 0)

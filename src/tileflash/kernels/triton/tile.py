@@ -69,7 +69,7 @@ def poison_unreadable(b_p, b_v, visible):
 
     Values that are not finite are read as 0, and rows that see their key get a weight that is NaN.
     """
-    readable = b_v - b_v == 0.0  # [BLOCK_N, BLOCK_DV]
+    readable = is_finite(b_v)  # [BLOCK_N, BLOCK_DV]
     b_v = tl.where(readable, b_v, 0.0)
     unreadable = tl.max(tl.where(readable, 0, 1), 1)  # [BLOCK_N]
     return tl.where(visible & (unreadable != 0)[None, :], float("nan"), b_p), b_v
@@ -78,7 +78,14 @@ def poison_unreadable(b_p, b_v, visible):
 @triton.jit
 def finite_or_zero(tile):
     """The tile with 0 for NaN and Inf, for where a weight of 0 stands for a key that is hidden."""
-    return tl.where(tile - tile == 0.0, tile, 0.0)
+    return tl.where(is_finite(tile), tile, 0.0)
+
+
+@triton.jit
+def is_finite(tile):
+    """Neither NaN nor Inf. In fp32, for the interpreter does not calculate with bf16 but with its bits."""
+    tile = tile.to(tl.float32)
+    return tile - tile == 0.0
 
 
 @triton.jit

@@ -1,0 +1,193 @@
+"""Alignment, windows, extreme logits, strides of biases, head dimensions: cases of issues, each with its neighbours.
+
+Not ours: trainers' losses (flash-attention#1930), Flex's BlockMask (pytorch#139462, #134756), FP8, KV caches (flash-attention#907's cache).
+Elsewhere: rows that see nothing and strides of q, k, v and gradients (test_semantics.py), NaN (test_faults_nan.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tileflash
+from support.exactness import Case, check
+
+OURS = ["triton", "tiled", "reference"]
+
+
+def normal(*shape: int, device: str, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """By whole matrices in fp64; rows without a visible key are 0."""
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    logits = (q @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(~visible, -torch.inf)
+    return (torch.softmax(logits, 3).nan_to_num(0.0) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_query_behind_a_cache_sees_all_of_it(rows: int, backend: str, device: str) -> None:
+    """pytorch#144858, #108108, #103082: with is_causal=True a single query saw the first key alone."""
+    q, k, v = (normal(1, n, 2, 16, device=device, seed=n) for n in (rows, 40, 40))
+    out = tileflash.attention(q, k, v, causal=True, backend=backend)
+    torch.testing.assert_close(out[:, -1:], tileflash.attention(q[:, -1:], k, v, backend="reference"))
+    first = tileflash.attention(q, k, v, causal="top-left", backend=backend)
+    torch.testing.assert_close(first[:, 0], v[:, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("window", [(None, 50), (3, 34), (10**9, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize(("sq", "sk"), [(40, 33), (33, 40)])
+def test_windows_beyond_the_keys(sq: int, sk: int, window: tuple[int | None, int], backend: str, device: str) -> None:
+    """flash-attention#895: right > Sk with Sq > Sk dropped keys. Equal to the dense mask, in both passes, packed too."""
+    q, k, v = (normal(1, n, 1, 16, device=device, seed=n + i).requires_grad_() for i, n in enumerate((sq, sk, sk)))
+    i, j = torch.arange(sq, device=device)[:, None] + sk - sq, torch.arange(sk, device=device)[None]
+    visible = (j <= i + window[1]) & (True if window[0] is None else j >= i - window[0])
+    want = dense(q, k, v, visible)
+    cu = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (sq, sk)]
+    outs = [
+        tileflash.attention(q, k, v, window=window, backend=backend),
+        tileflash.attention_varlen(q[0], k[0], v[0], *cu, window=window, backend=backend)[None],
+    ]
+    expected = torch.autograd.grad(want.square().sum(), (q, k, v))
+    for out in outs:
+        torch.testing.assert_close(out, want.float(), rtol=1e-4, atol=1e-5)
+        for ours, theirs in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [(0, -1), (-1, 0), (None, -5), (-(2**40), None)], ids=str)
+def test_negative_windows_are_refused(window: tuple[int | None, int | None], device: str) -> None:
+    """flash-attention#1116: right = -1, to leave a query's own key out, was ignored."""
+    q = normal(1, 5, 1, 16, device=device)
+    with pytest.raises(ValueError, match=r"bound must be None .* or an integer >= 0, got -"):
+        tileflash.attention(q, q, q, window=window)
+    cu = torch.tensor([0, 5], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"bound must be None .* or an integer >= 0, got -"):
+        tileflash.attention_varlen(q[0], q[0], q[0], cu, cu, window=window)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("left", [0, 1, 4, 31, 32, 33])
+def test_a_window_counts_the_keys_besides_the_querys_own(left: int, backend: str, device: str) -> None:
+    """transformers#39408: w or w - 1 keys? left + 1, as docs/semantics.md says; here counted by weights that are all equal."""
+    q = torch.zeros(1, 40, 1, 16, device=device)
+    v = torch.eye(40, device=device)[None, :, None]
+    weights = tileflash.attention(q, q, v, window=(left, 0), backend=backend)[0, :, 0]
+    counted = (weights != 0).sum(1)
+    assert torch.equal(counted, torch.arange(1, 41, device=device).clamp(max=left + 1))
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("shift", [-3e4, -128.0, 128.0, 3e4])
+@pytest.mark.parametrize("by", ["products", "bias", "packed"])
+def test_a_constant_added_to_all_logits_changes_nothing(by: str, shift: float, backend: str, device: str) -> None:
+    """cudnn-frontend#1072: Sq = 1, Sk = 128, all logits shifted by -128: d_k and d_v were NaN. pytorch#119320, #125674."""
+    q, k, v = (normal(1, n, 1, 16, device=device, seed=n + i) for i, n in enumerate((1, 128, 128)))
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    want = tileflash.attention(*leaves, scale=1.0, return_lse=True, backend="reference")
+    expected = torch.autograd.grad(want[0].square().sum(), leaves)
+    options: dict[str, Any] = {"scale": 1.0, "return_lse": True, "backend": backend}
+    if by == "bias":
+        options["bias"] = torch.full((1, 1), shift, device=device)
+    else:
+        k[..., 0] = shift
+    shifted = [t.clone().requires_grad_() for t in (q, k, v)]
+    if by == "packed":
+        cu = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (1, 128)]
+        out, lse = tileflash.attention_varlen(*(t[0] for t in shifted), *cu, **options)
+        out, lse = out[None], lse[None]
+    else:
+        out, lse = tileflash.attention(*shifted, **options)
+    tolerance = 1e-4 if abs(shift) < 1e3 else 2e-2  # fp32 has 1/512 for a digit at 30,000
+    torch.testing.assert_close(out, want[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse - shift, want[1], rtol=0, atol=max(1e-4, abs(shift) * 4e-7))
+    for name, ours, theirs in zip("qkv", torch.autograd.grad(out.square().sum(), shifted), expected, strict=True):
+        places = slice(1, None) if name == "q" else slice(None)  # d_q[0] is a sum of d_s times the shift: only rounding
+        torch.testing.assert_close(ours[..., places], theirs[..., places], rtol=10 * tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_logits_of_a_dtype(dtype: torch.dtype, backend: str, device: str) -> None:
+    """Logits of +-1e6 and masks: one key takes all, gradients are finite, and hidden keys would have won."""
+    q, k, v = (normal(1, n, 1, 16, device=device, seed=n).to(dtype).requires_grad_() for n in (34, 36, 36))
+    with torch.no_grad():
+        q.mul_(250), k.mul_(250)
+    out, lse = tileflash.attention(q, k, v, causal=True, scale=1.0, return_lse=True, backend=backend)
+    logits = (q[0, :, 0].double() @ k[0, :, 0].double().T).masked_fill(
+        torch.ones(34, 36, device=device).triu(3).bool(), -torch.inf
+    )
+    winners = logits.argmax(1)
+    torch.testing.assert_close(out[0, :, 0], v[0, winners, 0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse[0, 0].double(), logits.amax(1), rtol=1e-5, atol=0)
+    assert all(bool(grad.isfinite().all()) for grad in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)))
+
+
+def _strided(bias: Tensor, how: str) -> Tensor:
+    """The same values in other strides."""
+    if how == "odd":  # a row stride and a start that are no multiple of 8
+        wide = bias.new_empty(*bias.shape[:3], bias.shape[3] + 3)
+        wide[..., 1:-2] = bias
+        return wide[..., 1:-2]
+    if how == "transposed":
+        return bias.transpose(2, 3).contiguous().transpose(2, 3)
+    if how == "every other":
+        return bias.repeat_interleave(2, 3)[..., ::2]
+    return bias.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("float", "odd"), ("bool", "odd"), ("half", "transposed"), ("half", "every other"), ("bool", "every other"),
+        ("float", "permuted"), ("float", "expanded"),
+    ],
+)  # fmt: skip
+def test_strides_of_a_bias_are_free(kind: str, how: str, backend: str, device: str) -> None:
+    """xformers#813, #808, diffusers#9637: last-dimension strides that are no multiple of 8 were an error. The gradient is whole, too."""
+    q, k, v = (normal(1, n, 2, 16, device=device, seed=n + i) for i, n in enumerate((35, 37, 37)))
+    shape = (1, 1, 1, 37) if how == "expanded" else (1, 2, 35, 37)
+    bias = normal(*shape, device=device, seed=9)
+    bias = bias > -0.5 if kind == "bool" else bias.half() if kind == "half" else bias
+    other = bias.expand(1, 2, 35, 37) if how == "expanded" else _strided(bias, how)
+    plain = other.contiguous()
+    if kind != "bool":
+        other, plain = other.detach().requires_grad_(), plain.detach().requires_grad_()
+    out = tileflash.attention(q, k, v, bias=other, causal=True, backend=backend)
+    want = tileflash.attention(q, k, v, bias=plain, causal=True, backend="reference")
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    if kind != "bool":
+        (ours,), (theirs,) = (torch.autograd.grad(o.square().sum(), b) for o, b in ((out, other), (want, plain)))
+        assert ours.shape == (1, 2, 35, 37)
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
+@pytest.mark.parametrize("d", [3, 72, 80, 136, 264])
+def test_head_dimensions_that_are_no_power_of_two(d: int, backend: str, device: str) -> None:
+    """flashinfer#4299 (72, 136), triton#621, #2059, #4174 (not 64), pytorch#159247 (lengths that are no multiple of a block)."""
+    check(Case(34, 37, d, batch=1, heads=1, kv_heads=1, causal=True), backend, device, with_lse=False)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_alibi_is_one_thing_in_every_path(backend: str, device: str) -> None:
+    """flash-attention#907: packed, padded and as a bias give the same, with as many and with fewer queries than keys."""
+    slopes = torch.tensor([0.3, 0.1], device=device)
+    for sq, sk in ((35, 35), (5, 35)):
+        q, k, v = (normal(1, n, 2, 16, device=device, seed=n + i) for i, n in enumerate((sq, sk, sk)))
+        cu = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (sq, sk)]
+        away = (torch.arange(sq, device=device)[:, None] + sk - sq - torch.arange(sk, device=device)).abs()
+        options = {"causal": True, "backend": backend}
+        plain = tileflash.attention(q, k, v, alibi_slopes=slopes, **options)
+        packed = tileflash.attention_varlen(q[0], k[0], v[0], *cu, alibi_slopes=slopes, **options)
+        as_bias = tileflash.attention(q, k, v, bias=-slopes[:, None, None] * away, **options)
+        torch.testing.assert_close(packed, plain[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(as_bias, plain, rtol=1e-5, atol=1e-5)
