@@ -145,22 +145,7 @@ def test_grouped_heads_share_their_poison(heads: tuple[int, int], backend: str, 
 
 
 WITH_EMPTY_ROWS = [name for name, kind in KINDS.items() if not bool(kind.table().any(1).all())]
-# A tile of keys of the kernels reads the queries of all rows that the band and the prefix let through, and a weight of 0 times a NaN in q
-# or d_out is NaN. Masks, biases and documents hide rows among those.
-SPREADS = pytest.mark.xfail(
-    strict=True, reason="the d_k, d_v kernel multiplies hidden weights of 0 by what q and d_out hold"
-)
-EMPTY_ROWS = [
-    pytest.param(
-        name,
-        backend,
-        marks=[SPREADS]
-        if backend == "triton" and not {"bias", "document_ids"}.isdisjoint(KINDS[name].arguments)
-        else [],
-    )
-    for name in WITH_EMPTY_ROWS
-    for backend in OURS
-]
+EMPTY_ROWS = [pytest.param(name, backend) for name in WITH_EMPTY_ROWS for backend in OURS]
 
 
 @pytest.mark.parametrize(("name", "backend"), EMPTY_ROWS)

@@ -63,6 +63,7 @@ class Progress:
         self._bar = Bar(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("fuzz", total=1.0)
         self._told = time.monotonic()
+        self._shown = 0
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -75,6 +76,13 @@ class Progress:
 
     def tell(self, outcome: Outcome) -> None:
         plan = self._plan
+        # At once, before anything is made smaller: a run that is killed has said what it found.
+        for failure in outcome.failures[self._shown :]:
+            words = "; ".join(failure.words)
+            self._console.print(
+                f"problem {failure.index}: {failure.kind} ({words}): {to_json(failure.problem)}", markup=False
+            )
+        self._shown = len(outcome.failures)
         shares = [outcome.count / plan.problems if plan.problems else 0.0]
         shares.append(outcome.seconds / plan.seconds if plan.seconds else 0.0)
         words = f"{outcome.count:,} problems, {len(outcome.failures)} wrong"

@@ -88,12 +88,19 @@ def _accumulate_dkdv(
             b_d_out = load_rows(
                 d_out_base, i_query, query_begin, query_end, stride_gs, DV, BLOCK_M, BLOCK_DV, EVEN_DV, MASKED
             )  # [BLOCK_M, BLOCK_DV]
+            if HIDING & FEATURES:
+                # What a row holds that sees no key of this tile must not reach d_k or d_v: 0 * NaN is NaN.
+                sees = tl.max(visible.to(tl.int32), 0) != 0  # [BLOCK_M]
+                b_q = tl.where(sees[:, None], b_q, 0.0)
+                b_d_out_seen = tl.where(sees[:, None], b_d_out, 0.0)
+            else:
+                b_d_out_seen = b_d_out
             b_dropped = b_p
             if DROPOUT & FEATURES:
                 keep = tl.trans(kept(i_query, i_key, extra, BLOCK_M, BLOCK_N))  # [BLOCK_N, BLOCK_M]
                 b_dropped = tl.where(keep, b_p * keep_scale_of(extra), 0.0)
             if MAKE_DV:
-                d_v = tile_dot_add(b_dropped.to(b_d_out.dtype), b_d_out, d_v, PRECISION)  # [BLOCK_N, BLOCK_DV]
+                d_v = tile_dot_add(b_dropped.to(b_d_out.dtype), b_d_out_seen, d_v, PRECISION)  # [BLOCK_N, BLOCK_DV]
             if MAKE_DK:
                 if MASKED:
                     delta = tl.load(delta_base + i_rows, mask=row_inside, other=0.0)  # [BLOCK_M]
