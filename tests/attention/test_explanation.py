@@ -18,6 +18,7 @@ from tileflash.bench.roofline import attention_work
 from tileflash.gpu_peaks import find_gpu
 from tileflash.kernels.compat import PreparedLaunch
 from tileflash.kernels.triton import attention as launches
+from tileflash.kernels.triton import sizes as sizes_module
 from tileflash.kernels.triton.configurations import HOPPER_WITH_OPTIONS
 
 CASES = [
@@ -58,11 +59,11 @@ def test_the_plan_is_what_is_launched(case: Case, device: str, monkeypatch: pyte
 
 
 def test_the_plan_on_hopper_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "INTERPRETED", False)
-    monkeypatch.setattr(launches, "_tile_capability", lambda device: (9, 0))
+    monkeypatch.setattr(sizes_module, "INTERPRETED", False)
+    monkeypatch.setattr(sizes_module, "tile_capability", lambda device: (9, 0))
     device = torch.device("cuda", 0)
     sizes = (1, 4096, 4096, 32, 8, 128, 128, torch.bfloat16, device)
-    assert launches.describe_launches(*sizes, None, 0, True) == [
+    assert sizes_module.describe_launches(*sizes, None, 0, True) == [
         "forward: 2,048 programs of 4 warps, tile 64 queries x 64 keys, 3 stages",
         "backward, d_q and delta: 2,048 programs of 4 warps, tile 64 queries x 64 keys, 2 stages",
         "backward, d_k and d_v: 512 programs of 4 warps, tile 32 queries x 64 keys, 2 stages",
@@ -70,24 +71,24 @@ def test_the_plan_on_hopper_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         "order: K/V heads in groups of 8 (K and V of a group fill at most 24 MiB of the L2 cache); in a group the last query "
         "tiles and the first key tiles of all its heads first",
     ]
-    full = launches.describe_launches(*sizes, None, None, False)
+    full = sizes_module.describe_launches(*sizes, None, None, False)
     assert full[0] == "forward: 1,024 programs of 8 warps, tile 128 queries x 64 keys, 3 stages"
     assert full[1].startswith("order: K/V heads in groups of 1;")
-    assert launches.describe_launches(0, *sizes[1:], None, 0, True) == ["no kernel: the tensors are empty"]
+    assert sizes_module.describe_launches(0, *sizes[1:], None, 0, True) == ["no kernel: the tensors are empty"]
 
 
 def test_the_plan_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "INTERPRETED", False)
-    monkeypatch.setattr(launches, "_tile_capability", lambda device: (9, 0))
+    monkeypatch.setattr(sizes_module, "INTERPRETED", False)
+    monkeypatch.setattr(sizes_module, "tile_capability", lambda device: (9, 0))
     sizes = (1, 4096, 4096, 32, 8, 128, 128, torch.bfloat16, torch.device("cuda", 0), None, 0, True)
-    plain, optioned = launches.describe_launches(*sizes), launches.describe_launches(*sizes, with_options=True)
+    plain, optioned = sizes_module.describe_launches(*sizes), sizes_module.describe_launches(*sizes, with_options=True)
     tile = HOPPER_WITH_OPTIONS["forward", 128]
     assert f"of {tile.num_warps} warps, tile {tile.block_m} queries x {tile.block_n} keys" in optioned[0]
     assert optioned[0] != plain[0]
-    with_bias = launches.describe_launches(*sizes, with_options=True, bias_gradient=True)
+    with_bias = sizes_module.describe_launches(*sizes, with_options=True, bias_gradient=True)
     assert len(with_bias) == len(optioned) + 1
     assert with_bias[-2].startswith("backward, d_bias: programs by the shape of the bias, of 4 warps")
-    packed = launches.describe_launches(*sizes, with_options=True, packed=True)
+    packed = sizes_module.describe_launches(*sizes, with_options=True, packed=True)
     assert packed[0].startswith("forward: programs by the sequences' lengths, of ")
     assert packed[-1] == "order: head by head, the last tiles of queries and the first tiles of keys first"
 

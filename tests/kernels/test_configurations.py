@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tileflash.kernels.triton import attention
 from tileflash.kernels.triton.configurations import HOPPER, PORTABLE, select_tile
+from tileflash.kernels.triton.sizes import tile_capability
 
 
 def test_an_amd_gpu_never_gets_the_tiles_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -12,7 +12,7 @@ def test_an_amd_gpu_never_gets_the_tiles_of_hopper(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", None)
-    hopper = select_tile("forward", 128, torch.bfloat16, attention._tile_capability(device), banded=False)
+    hopper = select_tile("forward", 128, torch.bfloat16, tile_capability(device), banded=False)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    amd = select_tile("forward", 128, torch.bfloat16, attention._tile_capability(device), banded=False)
+    amd = select_tile("forward", 128, torch.bfloat16, tile_capability(device), banded=False)
     assert (hopper, amd) == (HOPPER["forward", 128][0], PORTABLE["forward", 128])

@@ -63,17 +63,17 @@ class TritonBackend(Backend):
     def _device_reasons(self, problem: AttentionProblem) -> list[str]:
         found = super()._device_reasons(problem)
         if problem.device.type == "cpu" and loading_error() is None:
-            from tileflash.kernels.triton import attention
+            from tileflash.kernels.triton import sizes
 
-            if attention.INTERPRETED:
+            if sizes.INTERPRETED:
                 return [reason for reason in found if "runs on" not in reason]
             return [*found, "(TRITON_INTERPRET=1, set before the start, runs it on the CPU for tests)"]
         return found
 
     def plan(self, problem: AttentionProblem) -> list[str]:
-        from tileflash.kernels.triton import attention
+        from tileflash.kernels.triton import sizes
 
-        return attention.describe_launches(
+        return sizes.describe_launches(
             problem.batch, problem.query_length, problem.key_length, problem.heads, problem.kv_heads, problem.head_dim,
             problem.head_dim_v, problem.dtype, problem.device, problem.band.low, problem.band.high, problem.needs_grad,
             bool(problem.features) or problem.scale <= 0, "packed sequences" in problem.features,

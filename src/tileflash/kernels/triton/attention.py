@@ -1,14 +1,13 @@
-"""Launches the portable attention kernels: outputs, tile sizes, grids. Tensors are [B, S, H, D]."""
+"""Launches the portable attention kernels. Tensors are [B, S, H, D]."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tileflash.kernels.compat import PreparedLaunch, is_interpreted
+from tileflash.kernels.compat import PreparedLaunch
 from tileflash.kernels.options import NO_GRADIENTS, PLAIN, OptionGradients, Options
 from tileflash.kernels.triton.attention_backward import (
     attention_backward_dkdv_kernel,
@@ -16,8 +15,6 @@ from tileflash.kernels.triton.attention_backward import (
 )
 from tileflash.kernels.triton.attention_backward_bias import attention_backward_bias_kernel
 from tileflash.kernels.triton.attention_forward import attention_forward_kernel
-from tileflash.kernels.triton.configurations import AMD, SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
-from tileflash.kernels.triton.features import VARLEN
 from tileflash.kernels.triton.option_arguments import (
     bias_argument,
     feature_bits,
@@ -25,102 +22,15 @@ from tileflash.kernels.triton.option_arguments import (
     sink_gradient,
     slope_gradient,
 )
+from tileflash.kernels.triton.sizes import INTERPRETED, Sizes
 
-INTERPRETED = is_interpreted(attention_forward_kernel)
-
-# What K and V of the heads worked on together may fill of the L2 cache.
-_L2_SHARE_BYTES = 24 * 2**20
-_BIAS_PROGRAMS = 1024
-# Narrower heads are padded to this on a GPU. With operands 16 and 32 columns wide that are loaded element by element (D = 24 with
-# Dv = 8, fp16) Triton 3.6 makes wrong wgmma operands on Hopper: keys from the 17th on took the wrong values.
-_NARROWEST = 16 if INTERPRETED else 64
+_BIAS_PROGRAMS = 1024  # enough for a large GPU
 _LOG2_E = 1.4426950408889634
 
 # Launches made ready, by all that they depend on. A training run has a handful; emptied when full.
 _forward_launches: dict[Any, PreparedLaunch] = {}
 _backward_launches: dict[Any, tuple[PreparedLaunch, ...]] = {}
 _MOST_LAUNCHES = 4096
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes of one problem, and what follows from them for every kernel."""
-
-    batch: int
-    query_length: int
-    key_length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    dtype: torch.dtype
-    capability: tuple[int, int]
-    low: int | None
-    high: int | None
-    features: int
-    sequences: int
-    allow_tf32: bool
-
-    @staticmethod
-    def of(
-        q: Tensor, k: Tensor, v: Tensor, low: int | None, high: int | None, features: int, options: Options
-    ) -> _Sizes:
-        capability = (0, 0) if INTERPRETED else _tile_capability(q.device)
-        batch, query_length, heads, head_dim = q.shape
-        _, key_length, kv_heads, head_dim_v = v.shape
-        return _Sizes(
-            batch, query_length, key_length, heads, kv_heads, head_dim, head_dim_v, q.dtype, capability, low, high, features,
-            0 if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1, options.allow_tf32,
-        )  # fmt: skip
-
-    @property
-    def block_d(self) -> int:
-        return max(_NARROWEST, 1 << (self.head_dim - 1).bit_length())
-
-    @property
-    def block_dv(self) -> int:
-        return max(_NARROWEST, 1 << (self.head_dim_v - 1).bit_length())
-
-    @property
-    def kv_group(self) -> int:
-        return self.heads // self.kv_heads
-
-    def tile(self, kernel: Kernel) -> Tile:
-        banded = self.low is not None or self.high is not None
-        return select_tile(kernel, max(self.block_d, self.block_dv), self.dtype, self.capability, banded, self.features)
-
-    def kv_heads_in_l2(self) -> int:
-        """How many K/V heads are worked on together. Without a band all programs take equally long and none need go first."""
-        if self.low is None and self.high is None:
-            return 1
-        bytes_per_head = self.key_length * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
-        return max(1, _L2_SHARE_BYTES // max(1, bytes_per_head))  # there may be no keys
-
-    def flags(self) -> tuple[Any, ...]:
-        """The constants that end every attention kernel's parameters."""
-        precision = "upcast" if INTERPRETED and self.dtype is not torch.float32 else "ieee"
-        if self.allow_tf32 and self.dtype is torch.float32:
-            precision = "tf32"
-        even_d, even_dv = self.block_d == self.head_dim, self.block_dv == self.head_dim_v
-        return (self.kv_group, even_d, even_dv, self.low is not None, self.high is not None, precision, self.features)
-
-    def query_programs(self, block_m: int) -> int:
-        """Programs of a kernel that owns tiles of queries. Packed: see `packed.packed_tile`."""
-        if self.features & VARLEN.value:
-            return (self.query_length // block_m + self.sequences + 1) * self.heads
-        return -(-self.query_length // block_m) * self.batch * self.heads
-
-    def key_programs(self, block_n: int) -> int:
-        """Programs of a kernel that owns tiles of keys."""
-        if self.features & VARLEN.value:
-            return (self.key_length // block_n + self.sequences + 1) * self.kv_heads
-        return -(-self.key_length // block_n) * self.batch * self.kv_heads
-
-    def key_passes(self) -> tuple[tuple[Kernel, bool, bool], ...]:
-        """The launches that make d_k and d_v: (kernel, makes d_k, makes d_v)."""
-        if max(self.block_d, self.block_dv) >= SPLIT_KEY_PASS_FROM:
-            return ("dk", True, False), ("dv", False, True)
-        return (("dkdv", True, True),)
 
 
 def attention_forward(
@@ -225,7 +135,7 @@ def _prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, low: int | None, high: int | None,
     features: int, options: Options,
 ) -> PreparedLaunch:  # fmt: skip
-    sizes = _Sizes.of(q, k, v, low, high, features, options)
+    sizes = Sizes.of(q, k, v, low, high, features, options)
     tile = sizes.tile("forward")
     scalars = (
         *_strides(options, q, k, v, out),
@@ -248,7 +158,7 @@ def _prepare_backward(
     has_d_lse: bool, scale: float, low: int | None, high: int | None, features: int, options: Options,
 ) -> tuple[PreparedLaunch, ...]:  # fmt: skip
     """The launches of a backward pass in order: d_q (and delta), then d_k and d_v, in one launch or two."""
-    sizes = _Sizes.of(q, k, v, low, high, features, options)
+    sizes = Sizes.of(q, k, v, low, high, features, options)
     numbers = (sizes.head_dim, sizes.head_dim_v, scale, scale * _LOG2_E, low or 0, high or 0)
     tile = sizes.tile("dq")
     scalars: tuple[Any, ...] = (
@@ -287,7 +197,7 @@ def _bias_gradient(
     assert bias is not None
     if bias.numel() == 0:
         return torch.zeros_like(bias)
-    sizes = _Sizes.of(q, k, v, low, high, features, options)
+    sizes = Sizes.of(q, k, v, low, high, features, options)
     batch, query_length, key_length = sizes.batch, sizes.query_length, sizes.key_length
     if options.packed:
         batch, query_length, key_length = sizes.sequences, options.max_seqlen_q, options.max_seqlen_k
@@ -312,58 +222,6 @@ def _bias_gradient(
     )
     launch((q, k, v, d_out, lse, delta, partial), q.get_device(), tuples)
     return partial.sum(0).to(bias.dtype)
-
-
-def describe_launches(
-    batch: int, query_length: int, key_length: int, heads: int, kv_heads: int, head_dim: int, head_dim_v: int,
-    dtype: torch.dtype, device: torch.device, low: int | None, high: int | None, backward: bool,
-    with_options: bool = False, packed: bool = False, bias_gradient: bool = False,
-) -> list[str]:  # fmt: skip
-    """What is launched for a problem, a line a kernel: programs, tile, warps, stages; then the order of the programs."""
-    capability = (0, 0) if INTERPRETED else _tile_capability(device)
-    sizes = _Sizes(
-        batch, query_length, key_length, heads, kv_heads, head_dim, head_dim_v, dtype, capability, low, high,
-        int(with_options), 0, False,
-    )  # fmt: skip
-    if 0 in (batch, query_length, key_length, heads):
-        return ["no kernel: the tensors are empty"]
-
-    def line(kernel: Kernel, programs: int | None, by: str) -> str:
-        tile = sizes.tile(kernel)
-        count = f"{programs:,} programs" if programs is not None else f"programs by {by},"
-        stages = f"{tile.num_stages} stage{'s' if tile.num_stages > 1 else ''}"
-        return f"{count} of {tile.num_warps} warps, tile {tile.block_m} queries x {tile.block_n} keys, {stages}"
-
-    def query_line(kernel: Kernel) -> str:
-        return line(
-            kernel, None if packed else sizes.query_programs(sizes.tile(kernel).block_m), "the sequences' lengths"
-        )
-
-    def key_line(kernel: Kernel) -> str:
-        return line(
-            kernel, None if packed else sizes.key_programs(sizes.tile(kernel).block_n), "the sequences' lengths"
-        )
-
-    lines = [f"forward: {query_line('forward')}"]
-    if backward:
-        lines.append(f"backward, d_q and delta: {query_line('dq')}")
-        for kernel, make_dk, make_dv in sizes.key_passes():
-            made = " and ".join(name for name, is_made in (("d_k", make_dk), ("d_v", make_dv)) if is_made)
-            lines.append(f"backward, {made}: {key_line(kernel)}")
-        if bias_gradient:
-            lines.append(f"backward, d_bias: {line('bias', None, 'the shape of the bias')}")
-    if packed:
-        return [*lines, "order: head by head, the last tiles of queries and the first tiles of keys first"]
-    together = min(sizes.kv_heads_in_l2(), batch * kv_heads)
-    order = f"K/V heads in groups of {together}"
-    if low is not None or high is not None:
-        order += f" (K and V of a group fill at most {_L2_SHARE_BYTES >> 20} MiB of the L2 cache)"
-    return [*lines, f"order: {order}; in a group the last query tiles and the first key tiles of all its heads first"]
-
-
-def _tile_capability(device: torch.device) -> tuple[int, int]:
-    """What tiles are chosen by: the compute capability, or AMD."""
-    return AMD if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 def _strides(options: Options, *tensors: Tensor) -> tuple[int, ...]:
