@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -72,3 +73,25 @@ class PreparedLaunch:
             self.grid_size, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
             *addresses, *tuples, *self.scalars,
         )  # fmt: skip
+
+
+_MOST_LAUNCHES = 4096
+
+
+def remember(launches: dict[Any, Any], key: Any, prepared: Any) -> Any:
+    """Keep a launch that was made ready. A training run has a handful of them; all go when there are too many."""
+    if len(launches) >= _MOST_LAUNCHES:
+        launches.clear()
+    launches[key] = prepared
+    return prepared
+
+
+_NO_DEVICE = contextlib.nullcontext()
+
+
+def current_device(tensor: Tensor) -> Any:
+    """A context in which the tensor's device is the current one, as launches need it; of the CPU (the interpreter) there is none."""
+    index = tensor.get_device()
+    if index < 0 or index == torch._C._cuda_getDevice():
+        return _NO_DEVICE
+    return torch.cuda.device(tensor.device)

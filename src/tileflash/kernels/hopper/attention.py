@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileflash.kernels.compat import PreparedLaunch
+from tileflash.kernels.compat import PreparedLaunch, current_device, remember
 from tileflash.kernels.compat_gluon import DescribedTensor, PreparedDescriptorLaunch
 from tileflash.kernels.hopper.attention_backward_ends import finish_kernel, prepare_kernel
 from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, padded_head_dim
@@ -22,10 +21,9 @@ _LOG2_E = 1.4426950408889634
 # What a tile costs besides its steps, in steps: its start, its first product, its end. Measured by nobody; the order hardly depends on it.
 _TILE_OVERHEAD = 0.75
 
-# Launches made ready, by all that they depend on. A training run has a handful; emptied when full.
+# Launches made ready, by all that they depend on.
 _forward_launches: dict[Any, Any] = {}
 _backward_launches: dict[Any, Any] = {}
-_MOST_LAUNCHES = 4096
 _schedules: dict[Any, Tensor] = {}
 
 
@@ -99,7 +97,7 @@ def attention_forward(
         if not (_addressable(q) and _addressable(k) and _addressable(v)):
             q, k, v = (t if _addressable(t) else t.contiguous() for t in (q, k, v))
             return attention_forward(q, k, v, scale, low, high)
-        prepared = _remember(_forward_launches, key, _prepare_forward(q, k, v, scale, low, high))
+        prepared = remember(_forward_launches, key, _prepare_forward(q, k, v, scale, low, high))
     seen, launch, table = prepared
     batch, query_length, heads, _ = q.shape
     out = torch.empty((batch, query_length, heads, v.shape[3]), dtype=q.dtype, device=q.device)
@@ -111,7 +109,7 @@ def attention_forward(
         q, k, v = _queries(q, seen), _keys(k, seen), _keys(v, seen)
         seen_out, seen_lse = _queries(out, seen), lse[:, :, seen.query_begin :]
     if launch is not None:
-        with _current_device(q):
+        with current_device(q):
             launch((q, k, v, seen_out), (seen_lse, table), q.get_device())
     return out, lse
 
@@ -140,7 +138,7 @@ def attention_backward(
             q, k, v, d_out = (t if _addressable(t) else t.contiguous() for t in (q, k, v, d_out))
             return attention_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high)
         prepared = _prepare_backward(q, k, v, out, d_out, d_lse is not None, scale, low, high)
-        _remember(_backward_launches, key, prepared)
+        remember(_backward_launches, key, prepared)
     d_q, d_k, d_v = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     seen, launches, table, stats_shape, acc_shape = prepared
     seen_d_q, seen_d_k, seen_d_v = d_q, d_k, d_v
@@ -157,7 +155,7 @@ def attention_backward(
         stats = torch.empty(stats_shape, dtype=torch.float32, device=q.device)
         acc = torch.empty(acc_shape, dtype=torch.float32, device=q.device)
         device_index = q.get_device()
-        with _current_device(q):
+        with current_device(q):
             # Where there is no d_lse, an address that is not looked at.
             prepare((out, d_out, lse, stats if d_lse is None else d_lse, stats, acc), device_index)
             launch((q, k, v, d_out, stats, acc, seen_d_k, seen_d_v), (acc, table), device_index)
@@ -315,14 +313,6 @@ def _addressable(tensor: Tensor) -> bool:
     )
 
 
-_HERE = contextlib.nullcontext()
-
-
-def _current_device(tensor: Tensor) -> Any:
-    """A context in which the tensor's device is the current one, as launches need it."""
-    return _HERE if tensor.get_device() == torch._C._cuda_getDevice() else torch.cuda.device(tensor.device)
-
-
 @lru_cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -342,10 +332,3 @@ def _schedule(costs: Any, heads: int, together: int, programs: int, device: torc
         host = longest_first(costs, heads, together, programs)
         table = _schedules[key] = torch.from_numpy(host).to(device)
     return table
-
-
-def _remember(launches: dict[Any, Any], key: Any, prepared: Any) -> Any:
-    if len(launches) >= _MOST_LAUNCHES:
-        launches.clear()
-    launches[key] = prepared
-    return prepared

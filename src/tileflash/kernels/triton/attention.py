@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileflash.kernels.compat import PreparedLaunch
+from tileflash.kernels.compat import PreparedLaunch, current_device, remember
 from tileflash.kernels.options import NO_GRADIENTS, PLAIN, OptionGradients, Options
 from tileflash.kernels.triton.attention_backward import (
     attention_backward_dkdv_kernel,
@@ -22,15 +22,14 @@ from tileflash.kernels.triton.option_arguments import (
     sink_gradient,
     slope_gradient,
 )
-from tileflash.kernels.triton.sizes import INTERPRETED, Sizes
+from tileflash.kernels.triton.sizes import Sizes
 
 _BIAS_PROGRAMS = 1024  # enough for a large GPU
 _LOG2_E = 1.4426950408889634
 
-# Launches made ready, by all that they depend on. A training run has a handful; emptied when full.
+# Launches made ready, by all that they depend on.
 _forward_launches: dict[Any, PreparedLaunch] = {}
 _backward_launches: dict[Any, tuple[PreparedLaunch, ...]] = {}
-_MOST_LAUNCHES = 4096
 
 
 def attention_forward(
@@ -55,8 +54,8 @@ def attention_forward(
     )  # fmt: skip
     launch = _forward_launches.get(key)
     if launch is None:
-        launch = _remember(_forward_launches, key, _prepare_forward(q, k, v, out, scale, low, high, features, options))
-    with _current_device(q):
+        launch = remember(_forward_launches, key, _prepare_forward(q, k, v, out, scale, low, high, features, options))
+    with current_device(q):
         launch((q, k, v, out, lse), q.get_device(), tuples)
     return out, lse
 
@@ -85,9 +84,9 @@ def attention_backward(
         prepared = _prepare_backward(
             q, k, v, out, d_out, d_q, d_k, d_v, d_lse is not None, scale, low, high, features, options
         )
-        launches = _remember(_backward_launches, key, prepared)
+        launches = remember(_backward_launches, key, prepared)
     device_index = q.get_device()
-    with _current_device(q):
+    with current_device(q):
         query_launch, *key_launches = launches
         d_lse = delta if d_lse is None else d_lse.contiguous()  # an address that is not looked at, where there is none
         query_launch((q, k, v, out, d_out, lse, d_lse, delta, d_q, d_slopes), device_index, tuples)
@@ -234,28 +233,3 @@ def _strides(options: Options, *tensors: Tensor) -> tuple[int, ...]:
 def _rows_contiguous(tensor: Tensor) -> Tensor:
     """The tensor itself where its last dimension is contiguous, else a copy."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-class _NoDevice:
-    """Nothing to switch: the tensors are on the current device (or on the CPU, in the interpreter)."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NO_DEVICE = _NoDevice()
-
-
-def _current_device(tensor: Tensor) -> Any:
-    """A context in which the tensor's device is the current one, as launches need it."""
-    if INTERPRETED or tensor.get_device() == torch._C._cuda_getDevice():
-        return _NO_DEVICE
-    return torch.cuda.device(tensor.device)
-
-
-def _remember(launches: dict[Any, Any], key: Any, prepared: Any) -> Any:
-    if len(launches) >= _MOST_LAUNCHES:
-        launches.clear()
-    launches[key] = prepared
-    return prepared
