@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from tileflash.attention.ops import attend_with_kernels
 from tileflash.attention.problem import AttentionProblem
 from tileflash.kernels.options import PLAIN, Options
 
@@ -112,6 +113,23 @@ class Backend:
         Packed sequences come as one batch entry: q [1, total, Hq, D].
         """
         raise NotImplementedError  # every backend has its own
+
+
+class KernelBackend(Backend):
+    """A backend that has registered its kernels under its own name (`tileflash.attention.ops.register_kernels`)."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        return_lse: bool,
+        options: Options = PLAIN,
+    ) -> tuple[Tensor, Tensor | None]:
+        return attend_with_kernels(self.name, q, k, v, scale, low, high, options)
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:

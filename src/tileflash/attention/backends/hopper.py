@@ -6,12 +6,10 @@ import importlib.util
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
-from tileflash.attention.backends.base import Backend, device_capability
-from tileflash.attention.ops import Kernels, attend_with_kernels, register_kernels
+from tileflash.attention.backends.base import KernelBackend, device_capability
+from tileflash.attention.ops import Kernels, register_kernels
 from tileflash.attention.problem import AttentionProblem
-from tileflash.kernels.options import PLAIN, Options
 
 
 def _hopper_kernels() -> Kernels:
@@ -21,7 +19,7 @@ def _hopper_kernels() -> Kernels:
     return Kernels(attention.attention_forward, attention.attention_backward)
 
 
-class HopperBackend(Backend):
+class HopperBackend(KernelBackend):
     name = "hopper"
     summary = "tileflash's Gluon kernels for Hopper (H100, H200)"
     devices = frozenset({"cuda"})
@@ -57,19 +55,6 @@ class HopperBackend(Backend):
         from tileflash.kernels.hopper.configurations import describe
 
         return describe(max(problem.head_dim, problem.head_dim_v), problem.band.is_full, problem.needs_grad)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        low: int | None,
-        high: int | None,
-        return_lse: bool,
-        options: Options = PLAIN,
-    ) -> tuple[Tensor, Tensor | None]:
-        return attend_with_kernels(self.name, q, k, v, scale, low, high, options)
 
 
 @lru_cache

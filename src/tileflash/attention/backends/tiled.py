@@ -2,15 +2,15 @@
 
 from torch import Tensor
 
-from tileflash.attention.backends.base import Backend
-from tileflash.attention.ops import Kernels, attend_with_kernels, register_kernels
+from tileflash.attention.backends.base import KernelBackend
+from tileflash.attention.ops import Kernels, register_kernels
 from tileflash.attention.packed import packed_backward, packed_forward
 from tileflash.attention.problem import FEATURES, FLOATS, AttentionProblem, compute_dtype
 from tileflash.attention.tiled import strip_rows, tiled_backward, tiled_forward
 from tileflash.kernels.options import PLAIN, OptionGradients, Options
 
 
-class TiledBackend(Backend):
+class TiledBackend(KernelBackend):
     name = "tiled"
     summary = "plain PyTorch, a strip of queries at a time"
     devices = frozenset({"cpu", "cuda", "mps", "xpu"})
@@ -27,19 +27,6 @@ class TiledBackend(Backend):
         return [
             f"{passes}: {strips:,} strips of {rows:,} queries x all keys, logits of {logits / 2**20:,.1f} MiB a strip"
         ]
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        low: int | None,
-        high: int | None,
-        return_lse: bool,
-        options: Options = PLAIN,
-    ) -> tuple[Tensor, Tensor | None]:
-        return attend_with_kernels(self.name, q, k, v, scale, low, high, options)
 
 
 def _forward(

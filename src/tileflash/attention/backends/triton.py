@@ -6,12 +6,10 @@ import functools
 import importlib.util
 
 import torch
-from torch import Tensor
 
-from tileflash.attention.backends.base import Backend
-from tileflash.attention.ops import Kernels, attend_with_kernels, register_kernels
+from tileflash.attention.backends.base import KernelBackend
+from tileflash.attention.ops import Kernels, register_kernels
 from tileflash.attention.problem import FEATURES, AttentionProblem
-from tileflash.kernels.options import PLAIN, Options
 
 
 def _triton_kernels() -> Kernels:
@@ -39,7 +37,7 @@ def loading_error() -> str | None:
 loading_error._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class TritonBackend(Backend):
+class TritonBackend(KernelBackend):
     name = "triton"
     summary = "tileflash's portable Triton kernels"
     devices = frozenset({"cuda"})
@@ -79,19 +77,6 @@ class TritonBackend(Backend):
             bool(problem.features) or problem.scale <= 0, "packed sequences" in problem.features,
             "bias gradient" in problem.features,
         )  # fmt: skip
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        low: int | None,
-        high: int | None,
-        return_lse: bool,
-        options: Options = PLAIN,
-    ) -> tuple[Tensor, Tensor | None]:
-        return attend_with_kernels(self.name, q, k, v, scale, low, high, options)
 
 
 register_kernels(TritonBackend.name, _triton_kernels)
