@@ -64,6 +64,12 @@ def kept_weights(options: Options, batch: int, heads: int, begin: int, end: int,
     return kept(options.rng, options.dropout_p, streams, begin, end, key_length).unflatten(0, (batch, heads))
 
 
+def readable_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., S, D] with zeros for those that hold NaN or Inf, for 0 * NaN is NaN; and which those were, bool [..., S, 1]."""
+    lost = ~torch.isfinite(rows).all(-1, keepdim=True)
+    return torch.where(lost, 0.0, rows), lost
+
+
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Over the last dimension; -inf where that has no elements."""
     return torch.logsumexp(logits, -1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)

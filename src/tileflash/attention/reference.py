@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tileflash.attention.band import Band
-from tileflash.attention.logits import additive, alibi_shift, kept_weights, log_sum_exp, visible_keys
+from tileflash.attention.logits import additive, alibi_shift, kept_weights, log_sum_exp, readable_rows, visible_keys
 from tileflash.attention.problem import compute_dtype
 from tileflash.kernels.options import PLAIN, Options
 
@@ -23,11 +23,11 @@ def reference_attention(
     key_length = k.shape[1]
     group = heads // k.shape[2]
     visible = visible_keys(band, options, 0, query_length, key_length, q.device)  # [1 or B, 1 or Hq, Sq, Sk]
-    queries, lost_queries = _readable(q.to(compute).transpose(1, 2))  # [B, Hq, Sq, D]
-    keys, lost_keys = _readable(k.to(compute).transpose(1, 2).repeat_interleave(group, 1))  # [B, Hq, Sk, D]
+    queries, lost_queries = readable_rows(q.to(compute).transpose(1, 2))  # [B, Hq, Sq, D]
+    keys, lost_keys = readable_rows(k.to(compute).transpose(1, 2).repeat_interleave(group, 1))  # [B, Hq, Sk, D]
     values = v.to(compute).transpose(1, 2).repeat_interleave(group, 1)  # [B, Hq, Sk, Dv]
     logits = queries @ keys.transpose(2, 3) * scale  # [B, Hq, Sq, Sk]
-    logits = logits.masked_fill(visible & (lost_queries[..., :, None] | lost_keys[..., None, :]), torch.nan)
+    logits = logits.masked_fill(visible & (lost_queries | lost_keys.transpose(2, 3)), torch.nan)
     if options.softcap:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     added = additive(
@@ -56,9 +56,3 @@ def reference_attention(
     # The output of rows that see nothing is cut off: what comes back for them, NaN even, meets no value.
     out = out.masked_fill(~visible.any(3)[..., None], 0.0).transpose(1, 2).to(q.dtype)
     return out, lse.masked_fill(empty, -torch.inf)
-
-
-def _readable(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [..., S, D] with zeros for those that hold NaN or Inf, and which those were, bool [..., S]."""
-    lost = ~torch.isfinite(rows).all(-1)
-    return torch.where(lost[..., None], 0.0, rows), lost

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from tileflash.attention.band import Band
-from tileflash.attention.logits import additive, alibi_shift, distances, kept_weights, log_sum_exp, visible_keys
+from tileflash.attention.logits import (
+    additive,
+    alibi_shift,
+    distances,
+    kept_weights,
+    log_sum_exp,
+    readable_rows,
+    visible_keys,
+)
 from tileflash.attention.problem import compute_dtype
 from tileflash.kernels.options import PLAIN, OptionGradients, Options
 
@@ -151,9 +159,9 @@ def _strip(
 
     visible = grouped(visible_keys(band, options, begin, end, key_length, q.device))
     # 0 * NaN is NaN: what is not finite counts as 0, and NaN comes back where it is seen.
-    queries, lost_queries = _readable(_grouped(q[:, begin:end], kv_heads, compute))
-    keys, lost_keys = _readable(k.to(compute).transpose(1, 2).unsqueeze(2))
-    values, lost_values = _readable(v.to(compute).transpose(1, 2).unsqueeze(2))
+    queries, lost_queries = readable_rows(_grouped(q[:, begin:end], kv_heads, compute))
+    keys, lost_keys = readable_rows(k.to(compute).transpose(1, 2).unsqueeze(2))
+    values, lost_values = readable_rows(v.to(compute).transpose(1, 2).unsqueeze(2))
     logits = queries @ keys.transpose(3, 4) * scale  # [B, Hkv, group, rows, Sk]
     logits = logits.masked_fill(lost_queries | lost_keys.transpose(3, 4), torch.nan)
     capped = None
@@ -170,12 +178,6 @@ def _strip(
         keep = keep.unflatten(1, (kv_heads, -1)).to(compute) / (1 - options.dropout_p)
     logits = logits.masked_fill(~visible, -torch.inf)
     return _Strip(visible, queries, keys, values, logits, capped, keep, lost_values)
-
-
-def _readable(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [..., S, D] with zeros for those that hold NaN or Inf, and which those were, bool [..., S, 1]."""
-    lost = ~torch.isfinite(rows).all(-1, keepdim=True)
-    return torch.where(lost, 0.0, rows), lost
 
 
 def _grouped(tensor: Tensor, kv_heads: int, compute: torch.dtype) -> Tensor:
