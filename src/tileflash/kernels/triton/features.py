@@ -104,12 +104,6 @@ def sink_of(operands):
 
 
 @triton.jit
-def slope_of(operands):
-    """ALiBi's slope of this head."""
-    return operands[3]
-
-
-@triton.jit
 def prefix_of(operands):
     """How many keys at the beginning every query sees."""
     return operands[10]
