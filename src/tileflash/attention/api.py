@@ -157,8 +157,7 @@ def attention_varlen(  # type: ignore[misc]  # as above
             [1 or N, 1 or Hq, 1 or >= max_seqlen_q, 1 or >= max_seqlen_k].
         document_ids: int32 [total] (or a pair); alibi_slopes [Hq] or [N, Hq]; prefix_lengths int32 [N].
         validate: look into cu_seqlens and raise a ValueError where they are wrong. That waits for the GPU, so None means on the CPU
-            only. Without it, wrong ones give wrong results, but nothing outside the tensors is touched, as long as no sequence
-            is longer than a bias.
+            only. Without it, wrong ones give wrong results, but nothing outside the tensors is touched.
         Everything else: as in `attention`, in each sequence for itself.
 
     Returns:
@@ -299,10 +298,7 @@ def _check_once(
 
 def _look(options: Options) -> tuple[Any, ...]:
     """What the choice of a backend depends on."""
-    differentiable = (options.bias, options.alibi_slopes, options.sinks)
-    return features_of(options), torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in differentiable
-    )
+    return features_of(options), torch.is_grad_enabled() and options.requires_grad
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -114,7 +114,6 @@ def _plain_or(options: Options) -> Options:
 
 
 _FIRST_NUMBER = Options._fields.index("max_seqlen_q")
-_DIFFERENTIABLE = ("bias", "alibi_slopes", "sinks")  # the first of Options, in the order of OptionGradients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -140,7 +139,7 @@ def _differentiate(
         return d_q, d_k, d_v, None, None, None, None
     found = (None if gradient is None or option is None or gradient.shape != option.shape else gradient
              for gradient, option in zip(gradients, options, strict=False))  # fmt: skip
-    return d_q, d_k, d_v, None, None, None, None, *found, *(None for _ in options[len(_DIFFERENTIABLE) :])
+    return d_q, d_k, d_v, None, None, None, None, *found, *(None for _ in options[len(OptionGradients._fields) :])
 
 
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
@@ -272,20 +271,14 @@ def attend_with_kernels(
     """(out, lse) by the kernels registered under `name`, differentiable in q, k, v, bias, slopes and sinks through both."""
     fields: tuple[Any, ...] = () if options is PLAIN else options
     if not _plain_eager(q, k, v):
-        if _transformed(q, k, v, options.bias, options.alibi_slopes, options.sinks):
+        if _transformed(q, k, v, *options.differentiable):
             return _TransformedAttention.apply(q, k, v, scale, low, high, name, *fields)
         return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name, *fields)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(options)):
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (options is not PLAIN and options.requires_grad)
+    ):
         return _DirectAttention.apply(q, k, v, scale, low, high, name, *fields)
     return kernels_of(name).forward(q, k, v, scale, low, high, options)
-
-
-def _requires_grad(options: Options) -> bool:
-    if options is PLAIN:
-        return False
-    return any(
-        tensor is not None and tensor.requires_grad for tensor in (options.bias, options.alibi_slopes, options.sinks)
-    )
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)

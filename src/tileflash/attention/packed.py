@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tileflash.attention.problem import compute_dtype
 from tileflash.kernels.options import OptionGradients, Options
 
 
@@ -67,8 +68,8 @@ def packed_forward(
         all_lse.append(lse)
         at = one.queries.stop
     outs.append(q.new_zeros((1, q.shape[1] - at, q.shape[2], v.shape[3])))
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    all_lse.append(torch.full((1, q.shape[2], q.shape[1] - at), -torch.inf, dtype=lse_dtype, device=q.device))
+    slack_shape = (1, q.shape[2], q.shape[1] - at)
+    all_lse.append(torch.full(slack_shape, -torch.inf, dtype=compute_dtype(q.dtype), device=q.device))
     return torch.cat(outs, 1), torch.cat(all_lse, 2)
 
 

@@ -133,8 +133,9 @@ def make_problem(
         scale = 1.0 / math.sqrt(head_dim)
     elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= sys.float_info.max:
         raise ValueError(f"scale must be a finite number or None (1 / sqrt(head dimension)), got {scale!r}")
-    differentiable = (q, k, v, options.bias, options.alibi_slopes, options.sinks)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or options.requires_grad
+    )
     band = Band.packed(causal, window) if options.packed else Band.of(causal, window, query_length, key_length)
     return AttentionProblem(
         batch, query_length, key_length, heads, kv_heads, head_dim, head_dim_v, q.dtype, q.device,

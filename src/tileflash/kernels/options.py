@@ -48,6 +48,16 @@ class Options(NamedTuple):
         """Whether the tensors hold packed sequences."""
         return self.cu_seqlens_q is not None
 
+    @property
+    def differentiable(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The options that may have gradients: the first fields, in the order of OptionGradients."""
+        return self.bias, self.alibi_slopes, self.sinks
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether one of them wants one."""
+        return any(tensor is not None and tensor.requires_grad for tensor in self.differentiable)
+
 
 PLAIN = Options()
 
