@@ -145,6 +145,30 @@ def test_the_closer_look_excuses_roundings_and_no_more() -> None:
     assert examine(one_key, "tiled", "cpu") == []
 
 
+@pytest.mark.parametrize(("options", "seed"), [(("alibi",), 0), (("bias_one",), 4), (("alibi",), 12)])
+def test_the_same_rounding_of_all_rows_is_excused(options: tuple[str, ...], seed: int, device: str) -> None:
+    """Small logits: all rows have one out and one rounding of it, which a gradient summed over the rows adds up."""
+    pytest.importorskip("triton")
+    alike = Problem(
+        options=options, sq=64, sk=64, d=16, dv=16, batch=1, heads=1, kv_heads=1,
+        dtype=torch.bfloat16, seed=seed, spread=0.01, gradient_layout="constant", loss="out",
+    )  # fmt: skip
+    if device == "cpu":  # on a GPU the numbers are others
+        assert read([measure(alike, ("triton",), device)], closely=False), "nothing to excuse"
+    assert examine(alike, "triton", device) == []
+
+
+@pytest.mark.parametrize("option", ["alibi", "bias_one", "sinks"])
+def test_no_rounding_excuses_a_gradient_that_lacks_a_third(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(true: Any, *arguments: Any) -> Any:
+        d_q, d_k, d_v, rest = true(*arguments)
+        return d_q, d_k, d_v, tuple(None if one is None else one * (2 / 3) for one in rest)
+
+    _replace(monkeypatch, backward=backward)
+    problem = Problem(options=(option, "dropout"), sq=64, sk=64, dtype=torch.bfloat16)
+    assert len(examine(problem, "tiled", "cpu")) == 1
+
+
 def test_roundings_excuse_no_error_of_a_hundredth(monkeypatch: pytest.MonkeyPatch) -> None:
     def backward(true: Any, *arguments: Any) -> Any:
         d_q, d_k, d_v, rest = true(*arguments)

@@ -4,7 +4,9 @@ Plain PyTorch's error is a sample. Where a result has few elements, or few that 
 order of the same roundings is not. Here the size of the terms that are rounded is made instead, with u = half a unit of the dtype:
 
 - P and dS are rounded to the input dtype before a product: the root of the sum of squares of the terms.
-- delta is made from the rounded out: an error e_i of row i changes dS_ij by -P_ij e_i, and all that is made from dS.
+- delta is made from the rounded out: an error e_i of row i changes dS_ij by -P_ij e_i, and all that is made from dS. Where
+  the logits are small or a window is full, all rows have nearly the same out, and the same roundings of it: the e_i of
+  all rows count as one, and their sum is a sum of absolute values, not the root of a sum of squares.
 - Everything is summed in fp32: sixteen roundings of the sum of the terms' absolute values, times the size of the logits, whose
   rounding is a factor of P.
 
@@ -106,6 +108,7 @@ def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
         * (
             _over(unit * d_s * slope, q, group)
             + 3 * _over(off * p * slope, q, group)
+            + _together(off * p * slope, q, group)
             + _SUMS * _absolutely(size * away * slope, q, group)
         ),
         "d_v": _over(unit * dropped, d_out, group) + _SUMS * _absolutely(size * dropped, d_out, group),
@@ -113,24 +116,28 @@ def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
     rough = (3 * off * p).square() + (_SUMS * size * away).square()  # of dS as such, squared
     if "bias" in drawn.tensors:
         shape = (1,) * (4 - drawn.tensors["bias"].dim()) + tuple(drawn.tensors["bias"].shape)
-        found["d_bias"] = _broadcast_sum(rough, shape).sqrt()
+        found["d_bias"] = _broadcast_sum(rough, shape).sqrt() + _broadcast_sum(off * p, shape)
     if "alibi_slopes" in drawn.tensors:
-        rows = (off * (p * scene.away).sum(3, keepdim=True)).square() * 9 + (
-            _SUMS * size * (away * scene.away).sum(3, keepdim=True)
-        ).square()
-        found["d_alibi_slopes"] = rows.sum((2, 3)).sum(0).sqrt()
+        rows = off * (p * scene.away).sum(3, keepdim=True).abs()
+        sums = _SUMS * size * (away * scene.away.abs()).sum(3, keepdim=True)
+        squares = ((3 * rows).square() + sums.square()).sum((0, 2, 3))
+        found["d_alibi_slopes"] = squares.sqrt() + rows.sum((0, 2, 3))
     if "sinks" in drawn.tensors:
         sunk = torch.exp(sinks - lse)
         magnitude = (dropped @ v.abs() * d_out.abs()).sum(3, keepdim=True) + d_lse[..., None].abs()
-        found["d_sinks"] = (
-            ((3 * off * sunk).square() + (_SUMS * size * sunk * magnitude).square()).sum((0, 2, 3)).sqrt()
-        )
+        squares = ((3 * off * sunk).square() + (_SUMS * size * sunk * magnitude).square()).sum((0, 2, 3))
+        found["d_sinks"] = squares.sqrt() + (off * sunk).sum((0, 2, 3))
     return found
 
 
 def _over(weights: Tensor, rows: Tensor, group: int) -> Tensor:
     """Root of the sum of squares of weights^T rows, over queries and the heads that share a key: [B, Hkv, Sk, D]."""
     return (weights.square().transpose(2, 3) @ rows.square()).unflatten(1, (-1, group)).sum(2).sqrt()
+
+
+def _together(weights: Tensor, rows: Tensor, group: int) -> Tensor:
+    """Size of the sum of weights^T rows, over queries and the heads that share a key: [B, Hkv, Sk, D]."""
+    return (weights.transpose(2, 3) @ rows).unflatten(1, (-1, group)).sum(2).abs()
 
 
 def _absolutely(weights: Tensor, rows: Tensor, group: int) -> Tensor:
