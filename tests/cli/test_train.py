@@ -18,6 +18,7 @@ from tileflash.cli import app
 from tileflash.cli.train import _PRESETS
 from tileflash.data import write_token_file
 from tileflash.models import GPT2, PRESETS
+from tileflash.train import GraphCaptureError
 
 TINY = ["--model-override", "n_layer=1", "--model-override", "n_embd=32", "--model-override", "n_head=2"]
 
@@ -160,6 +161,19 @@ def test_a_stopped_run_is_status_1(tokens: Path, monkeypatch: pytest.MonkeyPatch
     done = run(*common(tokens, "--max-skips-in-a-row", 2))
     assert done.exit_code == 1
     assert "error: stopped at step 2: 2 steps in a row were skipped" in done.output
+
+
+def test_a_capture_that_fails_is_one_line_and_status_1(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise GraphCaptureError("RuntimeError: a stream was waited for")
+
+    monkeypatch.setattr("tileflash.train.setup.use_cuda_graph", lambda wanted, device: wanted)  # as on a GPU
+    monkeypatch.setattr("tileflash.train.trainer.CapturedStep", refuse)
+    done = run(*common(tokens, "--cuda-graph"))
+    assert done.exit_code == 1
+    told = "error: cuda_graph is set and the step could not be captured (RuntimeError: a stream was waited for): "
+    assert f"{told}--no-cuda-graph trains without" in done.output
+    assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

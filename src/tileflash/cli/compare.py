@@ -85,8 +85,8 @@ def compare(
         bool | None,
         typer.Option(
             "--cuda-graph/--no-cuda-graph",
-            help="both schemes replay their step as one CUDA graph: what is measured is the GPU, not the host",
-            show_default="the trainer's: on a CUDA GPU",
+            help="both schemes replay their step from CUDA graphs: what is measured is the GPU, not the host",
+            show_default="the trainer's: on an NVIDIA GPU",
         ),
     ] = None,
     output: Annotated[

@@ -56,7 +56,7 @@ def _config(context: typer.Context, model: str, flags: dict[str, Any]) -> TrainC
 
 def _run(config: TrainConfig) -> int:
     """Train; return the exit status."""
-    from tileflash.train import CheckpointError, TrainingOutOfMemoryError, TrainingStoppedError
+    from tileflash.train import CheckpointError, GraphCaptureError, TrainingOutOfMemoryError, TrainingStoppedError
     from tileflash.train import train as run_training
 
     try:
@@ -64,7 +64,7 @@ def _run(config: TrainConfig) -> int:
     except TrainingOutOfMemoryError as error:
         typer.echo(f"error: {error}", err=True)
         return OUT_OF_MEMORY
-    except (CheckpointError, TrainingStoppedError) as error:
+    except (CheckpointError, GraphCaptureError, TrainingStoppedError) as error:
         typer.echo(f"error: {error}", err=True)
         return FAILED
     except KeyboardInterrupt as error:

@@ -6,12 +6,25 @@ from typing import TYPE_CHECKING
 
 from tileflash.environment import environment
 from tileflash.train.config import TrainConfig
-from tileflash.train.errors import CheckpointError, TrainingOutOfMemoryError, TrainingStoppedError
+from tileflash.train.errors import (
+    CheckpointError,
+    GraphCaptureError,
+    TrainingOutOfMemoryError,
+    TrainingStoppedError,
+)
 
 if TYPE_CHECKING:
     from tileflash.train.trainer import TrainResult
 
-__all__ = ["CheckpointError", "TrainConfig", "TrainingOutOfMemoryError", "TrainingStoppedError", "environment", "train"]
+__all__ = [
+    "CheckpointError",
+    "GraphCaptureError",
+    "TrainConfig",
+    "TrainingOutOfMemoryError",
+    "TrainingStoppedError",
+    "environment",
+    "train",
+]
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -20,7 +33,7 @@ def train(config: TrainConfig) -> TrainResult:
     Ctrl-C (SIGINT) and SIGTERM end the run after the step at hand, saved (the result's status is "interrupted"); a
     second one raises KeyboardInterrupt. Raises ValueError for what does not fit together (settings, data, checkpoint),
     TrainingOutOfMemoryError with what to lower, TrainingStoppedError after too many skipped steps, CheckpointError if
-    none could be written or read.
+    none could be written or read, GraphCaptureError if `cuda_graph` is set and the step cannot be captured.
     """
     from tileflash.train.run import run  # PyTorch is loaded when it is needed, not for `--help`
 

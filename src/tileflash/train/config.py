@@ -113,8 +113,8 @@ class TrainConfig:
     )
     cuda_graph: bool | None = _option(
         None,
-        "capture the whole step in one CUDA graph and replay it, so that small batches do not wait for the host; "
-        "when not given: yes on a CUDA GPU",
+        "capture the step in CUDA graphs and replay them, so that small batches do not wait for the host; an error "
+        "where that fails. When not given: yes on an NVIDIA GPU, and where it fails a warning and eager steps",
         "Device",
     )
     deterministic: bool = _option(

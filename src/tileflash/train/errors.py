@@ -23,13 +23,20 @@ class TrainingOutOfMemoryError(RuntimeError):
     """The device's (or the host's) memory did not suffice."""
 
 
+class GraphCaptureError(RuntimeError):
+    """The step could not be captured in a CUDA graph, for a reason other than memory; eager steps may well be possible."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that memory ran out, on a GPU or on the CPU (for which PyTorch has no class of its own)."""
     import torch
 
     if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+    # The second is CUDA's own, of what does not pass through PyTorch's allocator: a graph's instantiation, say.
+    if isinstance(error, RuntimeError) and any(
+        told in str(error) for told in ("can't allocate memory", "CUDA error: out of memory")
+    ):
         return True
     # A CUDA graph whose capture ran out of memory fails once more when the capture is ended, and that error comes out.
     return error.__context__ is not None and is_out_of_memory(error.__context__)

@@ -233,6 +233,14 @@ class Logs:
         self._json.write(metrics.event())
         self._board.step(metrics)
 
+    def not_captured(self, step: int, reason: str) -> None:
+        """From `step` on steps run eagerly: to capture them was tried, unasked, and failed."""
+        self._terminal.say(
+            f"warning: no CUDA graph: the step could not be captured ({reason}). Steps run eagerly: every kernel is "
+            "launched anew, which is slower at small batches (--no-cuda-graph leaves the attempt out)"
+        )
+        self._json.write({"event": "not_captured", "step": step, "reason": reason})
+
     def validation(self, step: int, loss: float) -> None:
         """A validation loss."""
         self._terminal.say(f"validation loss {loss:.6f} at step {step}")

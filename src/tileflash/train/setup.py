@@ -38,17 +38,25 @@ class Setup:
 def prepare_setup(config: TrainConfig) -> Setup:
     """Resolve and check everything that `config` leaves open. ValueError names what does not fit."""
     device = _device(config.device)
-    if config.cuda_graph and device.type != "cuda":
-        raise ValueError(f"cuda_graph is set and the device is {device}: it must be a CUDA GPU, or cuda_graph off")
+    cuda_graph = use_cuda_graph(config.cuda_graph, device)
     dtype = _dtype(config.dtype, device)
     model, notes = _model(config)
     tokenizer = _tokenizer(config, model.vocab_size)
     training, validation = open_data(config, tokenizer, model.vocab_size)
     attention, attention_name = _attention(config, model, device, dtype)
-    cuda_graph = device.type == "cuda" if config.cuda_graph is None else config.cuda_graph
     return Setup(
         device, dtype, cuda_graph, model, attention, attention_name, tokenizer, training, validation, tuple(notes)
     )
+
+
+def use_cuda_graph(wanted: bool | None, device: torch.device) -> bool:
+    """Whether steps are captured on `device`; None is the default. ValueError if it is wanted where it cannot be."""
+    if wanted is None:
+        # PyTorch calls AMD GPUs "cuda" too. There it has never been tried, so it must be asked for.
+        return device.type == "cuda" and torch.version.hip is None
+    if wanted and device.type != "cuda":
+        raise ValueError(f"cuda_graph is set and the device is {device}: it must be a GPU, or cuda_graph off")
+    return wanted
 
 
 def _device(name: str) -> torch.device:

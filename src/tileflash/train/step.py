@@ -35,6 +35,23 @@ def compute(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch
         return model(tokens)
 
 
+def accumulate(
+    model: nn.Module,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    divisor: int | torch.Tensor,
+    total: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Forward and backward of one micro-batch: its part of the step's loss is added to `total`, of the gradient to the weights'.
+
+    `tokens`, `targets`: int64 [B, S]; `divisor`: the step's number of valid tokens, at least 1; `total`: fp32 scalar.
+    """
+    loss = token_loss_sum(compute(model, tokens, dtype), targets) / divisor
+    loss.backward()
+    total += loss.detach()
+
+
 def forward_backward(
     model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, valid_tokens: int | torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -47,10 +64,37 @@ def forward_backward(
     total = torch.zeros((), device=tokens.device)
     divisor = valid_tokens if isinstance(valid_tokens, torch.Tensor) else max(valid_tokens, 1)
     for micro_tokens, micro_targets in zip(tokens, targets, strict=True):
-        loss = token_loss_sum(compute(model, micro_tokens, dtype), micro_targets) / divisor
-        loss.backward()
-        total += loss.detach()
+        accumulate(model, micro_tokens, micro_targets, divisor, total, dtype)
     return total
+
+
+def finish_step(
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    loss: torch.Tensor,
+    *,
+    gradient_clip: float,
+    limits: Limits,
+    keep_gradients: bool = False,
+) -> torch.Tensor:
+    """Clip the gradients that are in the weights and apply them, unless `loss` or their norm is beyond `limits`.
+
+    Returns what `train_step` does. The gradients are gone afterwards; with `keep_gradients` their tensors stay where
+    they are, filled with zeros.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients, foreach=True)
+    if gradient_clip > 0:
+        nn.utils.clip_grads_with_norm_(parameters, gradient_clip, norm, foreach=True)
+    # Every comparison with NaN is false, and Inf is above any finite limit: one expression covers all causes.
+    healthy = (loss <= limits.loss) & (norm <= limits.gradient_norm)
+    skipped = healthy.logical_not().float()
+    # The protocol by which torch.amp.GradScaler skips steps; the fused optimizer's kernel reads the flag.
+    optimizer.found_inf = skipped  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=not keep_gradients)
+    return torch.stack([loss, norm, skipped])
 
 
 def train_step(
@@ -71,16 +115,4 @@ def train_step(
     reads the result.
     """
     loss = forward_backward(model, tokens, targets, valid_tokens, dtype)
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, foreach=True)
-    if gradient_clip > 0:
-        nn.utils.clip_grads_with_norm_(parameters, gradient_clip, norm, foreach=True)
-    # Every comparison with NaN is false, and Inf is above any finite limit: one expression covers all causes.
-    healthy = (loss <= limits.loss) & (norm <= limits.gradient_norm)
-    skipped = healthy.logical_not().float()
-    # The protocol by which torch.amp.GradScaler skips steps; the fused optimizer's kernel reads the flag.
-    optimizer.found_inf = skipped  # type: ignore[attr-defined]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return torch.stack([loss, norm, skipped])
+    return finish_step(model, optimizer, loss, gradient_clip=gradient_clip, limits=limits)

@@ -13,7 +13,7 @@ from tileflash.models import build_model
 from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpoint
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch
-from tileflash.train.errors import CheckpointError, TrainingStoppedError
+from tileflash.train.errors import CheckpointError, GraphCaptureError, TrainingStoppedError
 from tileflash.train.graph import CapturedStep
 from tileflash.train.guard import SpikeGuard
 from tileflash.train.interrupt import Interrupt
@@ -75,7 +75,8 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
         self.data = DataSource(setup.training, config, setup.device, self.sample)
-        self.captured: CapturedStep | None = None  # with CUDA graphs, from the first step on
+        self.captures = setup.cuda_graph
+        self.captured: CapturedStep | None = None  # where it captures, from the first step on
 
     def run(self, interrupt: Interrupt) -> TrainResult:
         """Train to the last step, or to the first signal."""
@@ -121,9 +122,9 @@ class Trainer:
     def _compute(self, batch: StepBatch, rate: float) -> torch.Tensor:
         """Start the step on the device; the result is `train_step`'s."""
         dtype, clip, limits = self.setup.dtype, self.config.gradient_clip, self.guard.limits()
-        if self.setup.cuda_graph:
-            if self.captured is None:
-                self.captured = CapturedStep(self.model, self.optimizer, batch, dtype=dtype, gradient_clip=clip)
+        if self.captures and self.captured is None:
+            self._capture(batch)
+        if self.captured is not None:
             return self.captured(batch, rate, limits)
         set_learning_rate(self.optimizer, rate)
         return train_step(
@@ -136,6 +137,19 @@ class Trainer:
             gradient_clip=clip,
             limits=limits,
         )
+
+    def _capture(self, batch: StepBatch) -> None:
+        """Capture the step. Where that fails and was not asked for, this is told and the run goes on eagerly."""
+        dtype, clip = self.setup.dtype, self.config.gradient_clip
+        try:
+            self.captured = CapturedStep(self.model, self.optimizer, batch, dtype=dtype, gradient_clip=clip)
+        except GraphCaptureError as error:
+            if self.config.cuda_graph:
+                raise GraphCaptureError(
+                    f"cuda_graph is set and the step could not be captured ({error}): --no-cuda-graph trains without"
+                ) from error
+            self.captures = False
+            self.logs.not_captured(self.step + 1, str(error))
 
     def _record(self, step_s: float, rate: float, loss: float, gradient_norm: float, skipped: bool) -> None:
         self.loss = loss
