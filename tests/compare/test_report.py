@@ -229,7 +229,9 @@ def test_plots_are_xml_without_addresses_and_mark_out_of_memory(
 
 def test_the_loss_plot_names_the_largest_difference(make_comparison: Callable[..., Comparison]) -> None:
     svg = plots.losses(make_comparison([1.0], [1.0], losses=((5.0, 4.0, 3.0, 2.0), (5.0, 4.25, 3.0, 2.0))))
-    assert "largest: 2.5e-01 at step 2" in " ".join(ElementTree.fromstring(svg).itertext())
+    assert "largest for its loss: 2.5e-01 at step 2 (expected: 5.0e-02)" in " ".join(
+        ElementTree.fromstring(svg).itertext()
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from tileflash.compare import numbers
 from tileflash.compare.figures import Comparison, Measured, latency_ms, tokens_per_s
+from tileflash.compare.losses import LossGap
 from tileflash.compare.plan import Run, model_name
 from tileflash.compare.report import Findings
 from tileflash.compare.results import Outcome, RunResult
@@ -101,9 +103,15 @@ def _table(model: str, comparisons: list[Comparison]) -> Table:
             _written(speedup, numbers.ratio),
             *peaks,
             _written(saving, numbers.signed_percent),
-            numbers.gap(gap.largest) if gap else "",
+            _gap(gap) if gap else "",
         )
     return table
+
+
+def _gap(gap: LossGap) -> str:
+    """With a mark where rounding does not explain it."""
+    size = "not finite" if math.isnan(gap.worst.size) else numbers.gap(gap.worst.size)
+    return size if gap.agrees else f"{size} !"
 
 
 def _written(measured: Measured | None, write: Callable[[float], str]) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tileflash.bench.ledger import CaseValue, Line, append, read
-from tileflash.compare.conclusions import losses_agree
 from tileflash.compare.figures import Comparison, Measured
 from tileflash.compare.plan import FLASH, SCHEMES, model_name
 from tileflash.compare.report import Findings
@@ -64,7 +63,7 @@ def _lines(comparison: Comparison, sitting: dict[str, Any]) -> list[Line]:
         figures = comparison.scheme(scheme)
         out_of_memory = figures.outcome is Outcome.OUT_OF_MEMORY
         gap = comparison.loss_gap
-        differs = scheme == FLASH and gap is not None and not losses_agree(gap, setting.dtype)
+        differs = scheme == FLASH and gap is not None and not gap.agrees
         flags = ("out_of_memory",) if out_of_memory else ("losses_differ",) if differs else ()
         for metric, attribute in _METRICS.items():
             measured: Measured | None = getattr(figures, attribute)

@@ -70,7 +70,8 @@ TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "column.saving": ("memory saving", "峰值占用节省"),
         "column.loss_baseline": ("baseline: first → last loss", "baseline：首步 → 末步损失"),
         "column.loss_flash": ("flash: first → last loss", "flash：首步 → 末步损失"),
-        "column.gap": ("largest difference", "最大差异"),
+        "column.gap": ("largest difference for its loss", "相对于损失的最大差异"),
+        "column.tolerance": ("expected", "预期范围"),
         "column.gap_step": ("at step", "所在步"),
         "column.within": ("between repeats of one scheme", "同一方案重复间差异"),
         "cell.oom": ("OOM", "OOM"),
@@ -189,14 +190,15 @@ TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "across.oom.baseline": ("only the baseline runs out of memory", "仅 baseline 内存不足"),
         "across.oom.flash": ("only --flash runs out of memory", "仅 --flash 内存不足"),
         "loss.agree": (
-            "The losses agree: they differ by {gap} at most ({where}), within the {tolerance} expected of {dtype}.",
-            "两者损失一致：最大差异 {gap}（{where}），在 {dtype} 的预期范围 {tolerance} 之内。",
+            "The losses agree: where they are furthest apart for their size ({where}) they differ by {gap}, within the "
+            "{tolerance} expected of {dtype} there.",
+            "两者损失一致：相对于损失大小差异最大处（{where}）相差 {gap}，在 {dtype} 于该处的预期范围 {tolerance} 之内。",
         ),
         "loss.noise": (
-            "The losses differ by {gap} at most ({where}): more than the {tolerance} expected of {dtype}, but no more "
-            "than two repeats of the same scheme do.",
-            "两者损失最大差异 {gap}（{where}）：超过 {dtype} 的预期范围 {tolerance}，"
-            "但不大于同一方案两次重复之间的差异。",
+            "The losses differ by {gap} ({where}), more than the {tolerance} expected of {dtype}, but for their size no "
+            "more than two repeats of the same scheme do.",
+            "两者损失相差 {gap}（{where}）：超过 {dtype} 的预期范围 {tolerance}，"
+            "但相对于损失大小，不大于同一方案两次重复之间的差异。",
         ),
         "loss.differ": (
             "The losses differ by {gap} ({where}), more than the {tolerance} expected of {dtype}: look into it before "
