@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from tileflash.bench.flags import FLAG_WORDS, FlagWords
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,9 @@ class Words:
     directions: dict[str, str]
     all_points: str
     summary_note: str
-    out_of_memory: str
-    flags: dict[str, str]
+    flags: Mapping[str, FlagWords]
+    flag_note: str
+    flag_unknown: str
     model: str
     batch_by_sequence: str
     runs: str
@@ -45,14 +49,9 @@ _ENGLISH = Words(
     all_points="all",
     summary_note="Geometric means over full and causal masks and all lengths on one {gpu}; every point is in the long tables.",
     mean="Geometric mean of {variant} / {baseline}: **{ratio}** over {points} points.",
-    out_of_memory="out of memory",
-    flags={
-        "unsupported": "unsupported",
-        "failed": "failed",
-        "wrong_result": "wrong result",
-        "faster_than_limit": "impossible: faster than the limit",
-        "out_of_memory": "out of memory",
-    },
+    flags=FLAG_WORDS["en"],
+    flag_note="{short} (`{flag}`): {meaning}.",
+    flag_unknown="`{flag}`: a flag of the ledger that this version has no words for.",
     model="model",
     batch_by_sequence="batch × sequence",
     runs="runs",
@@ -85,14 +84,9 @@ _CHINESE = Words(
     all_points="全部",
     summary_note="在一块 {gpu} 上对完整与因果掩码、全部长度取的几何平均；每个测点见下面的长表。",
     mean="{variant} / {baseline} 的几何平均：**{ratio}**（{points} 个测点）。",
-    out_of_memory="显存不足",
-    flags={
-        "unsupported": "不支持",
-        "failed": "失败",
-        "wrong_result": "结果错误",
-        "faster_than_limit": "不可能：快于物理上限",
-        "out_of_memory": "显存不足",
-    },
+    flags=FLAG_WORDS["zh"],
+    flag_note="{short}（`{flag}`）：{meaning}。",
+    flag_unknown="`{flag}`：此版本未收录的 ledger 标记。",
     model="模型",
     batch_by_sequence="批大小 × 序列长度",
     runs="运行次数",

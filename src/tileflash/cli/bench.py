@@ -133,6 +133,7 @@ def _print_attention(
     console: Console, errors: Console, suite: AttentionSuite, results: list[CaseResult], output: Path | None
 ) -> int:
     from tileflash.bench.attention_summary import contradictions, geometric_means
+    from tileflash.bench.flags import FASTER_THAN_LIMIT, WRONG_RESULT
 
     for direction in suite.directions:
         if chosen := [result for result in results if result.case.direction == direction]:
@@ -150,9 +151,7 @@ def _print_attention(
     broken = contradictions(results)
     for contradiction in broken:
         errors.print(f"error: {contradiction}", markup=False)
-    wrong = {"wrong_result", "faster_than_limit"} & {
-        f for result in results for cell in result.cells for f in cell.flags
-    }
+    wrong = {WRONG_RESULT, FASTER_THAN_LIMIT} & {f for result in results for cell in result.cells for f in cell.flags}
     return 1 if broken or wrong else 0
 
 

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from tileflash.bench.flags import LOSSES_DIFFER, OUT_OF_MEMORY
 from tileflash.bench.ledger import CaseValue, Line, append, read
 from tileflash.compare.figures import Comparison, Measured
 from tileflash.compare.plan import FLASH, SCHEMES, model_name
@@ -64,7 +65,7 @@ def _lines(comparison: Comparison, sitting: dict[str, Any]) -> list[Line]:
         out_of_memory = figures.outcome is Outcome.OUT_OF_MEMORY
         gap = comparison.loss_gap
         differs = scheme == FLASH and gap is not None and not gap.agrees
-        flags = ("out_of_memory",) if out_of_memory else ("losses_differ",) if differs else ()
+        flags = (OUT_OF_MEMORY,) if out_of_memory else (LOSSES_DIFFER,) if differs else ()
         for metric, attribute in _METRICS.items():
             measured: Measured | None = getattr(figures, attribute)
             if measured is None and not out_of_memory:
