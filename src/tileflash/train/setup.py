@@ -37,21 +37,31 @@ class Setup:
 
 def prepare_setup(config: TrainConfig) -> Setup:
     """Resolve and check everything that `config` leaves open. ValueError names what does not fit."""
-    device = _device(config.device)
-    if config.cuda_graph and device.type != "cuda":
-        raise ValueError(f"cuda_graph is set and the device is {device}: it must be a CUDA GPU, or cuda_graph off")
+    device = find_device(config.device)
+    cuda_graph = cuda_graph_in_force(config.cuda_graph, device)
+    device = _use(device)
     dtype = _dtype(config.dtype, device)
     model, notes = _model(config)
     tokenizer = _tokenizer(config, model.vocab_size)
     training, validation = open_data(config, tokenizer, model.vocab_size)
     attention, attention_name = _attention(config, model, device, dtype)
-    cuda_graph = device.type == "cuda" if config.cuda_graph is None else config.cuda_graph
     return Setup(
         device, dtype, cuda_graph, model, attention, attention_name, tokenizer, training, validation, tuple(notes)
     )
 
 
-def _device(name: str) -> torch.device:
+def cuda_graph_in_force(asked: bool | None, device: torch.device) -> bool:
+    """Whether steps on `device` are one CUDA graph, where `asked` is None by default; ValueError where they cannot be."""
+    if asked and device.type != "cuda":
+        raise ValueError(f"cuda_graph is set and the device is {device}: it must be a CUDA GPU, or cuda_graph off")
+    return device.type == "cuda" if asked is None else asked
+
+
+def find_device(name: str) -> torch.device:
+    """The device that `name` (auto, cpu, cuda or cuda:N) means here; ValueError where there is none.
+
+    Nothing is started on a GPU: whoever only asks takes none of its memory from those who run there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -64,9 +74,16 @@ def _device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(f'device is "{name}": PyTorch {torch.__version__} sees no GPU here; it must be cpu or auto')
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
+    if device.index is not None and device.index >= torch.cuda.device_count():
         raise ValueError(f'device is "{name}": there are {torch.cuda.device_count()} GPUs, numbered from 0')
+    return device
+
+
+def _use(device: torch.device) -> torch.device:
+    """Make a GPU the current one; the device with its number."""
+    if device.type == "cpu":
+        return device
+    index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_device(index)  # kernels launched by Triton go to the current device
     _use_expandable_segments()
     return torch.device("cuda", index)
