@@ -97,11 +97,13 @@ def _run_attention(suite: AttentionSuite, output: Path | None) -> int:
     from rich.progress import Progress
 
     from tileflash.bench.attention import run_suite
-    from tileflash.bench.ledger import append
+    from tileflash.bench.ledger import append, require_ledger
     from tileflash.bench.sitting import Sitting
     from tileflash.bench.timing import clock_for
     from tileflash.environment import environment
 
+    if output is not None:
+        require_ledger(output)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     clock, cases = clock_for(suite.device), suite.cases()
     sitting = Sitting.begin(environment(suite.device))
