@@ -87,6 +87,32 @@ def test_train_rows() -> None:
     assert "Repeat it: `tileflash compare gpt2 --lengths 64,4096 --batch-size 4 --repeats 5`*" in block
 
 
+@pytest.mark.parametrize(
+    ("captured", "flag", "english", "chinese"),
+    [
+        (
+            True,
+            " --cuda-graph",
+            "bfloat16; each step one CUDA graph; median",
+            "bfloat16；每一步均为一个 CUDA graph；各",
+        ),
+        (False, " --no-cuda-graph", "bfloat16; no CUDA graphs; median", "bfloat16；未使用 CUDA graph；各"),
+        (None, "", "bfloat16; median", "bfloat16；各"),
+    ],
+)
+def test_whether_steps_were_cuda_graphs_is_said_and_repeated(
+    captured: bool | None, flag: str, english: str, chinese: str
+) -> None:
+    lines = [
+        line if captured is None else replace(line, case={**line.case, "cuda_graph": captured})
+        for line in train_lines()
+    ]
+    block = render("train", lines, "en")
+    assert english in block
+    assert f"--repeats 5{flag}`*" in block
+    assert chinese in render("train", lines, "zh")
+
+
 def test_each_row_says_how_many_runs_it_is_of() -> None:
     """A comparison cut short has measured some lengths less often; of a single run no spread is known."""
     single = [replace(line, repeats=1, low=line.median, high=line.median) for line in train_lines(seq=64)]

@@ -35,6 +35,7 @@ def make_result() -> Callable[..., RunResult]:
         peak: int | None = 100 * MEBIBYTE,
         outcome: Outcome = Outcome.FINISHED,
         exit_status: int = 0,
+        cuda_graph: bool | None = True,
     ) -> RunResult:
         run = Run(setting, scheme, repeat)
         losses = [5.0 - 0.5 * step for step in range(len(step_ms))] if losses is None else losses
@@ -47,6 +48,7 @@ def make_result() -> Callable[..., RunResult]:
             step_ms=tuple(step_ms) if finished else (),
             train_loss=tuple(losses) if finished else (),
             peak_used_bytes=peak if finished else None,
+            cuda_graph=cuda_graph if finished else None,
             environment={"gpu": "Some GPU", "torch": "2.11", "date": "2026-11-30T09:00:00Z"},
             message="" if finished else "why",
         )
@@ -108,6 +110,7 @@ def small_config(tmp_path: Path) -> Callable[..., CompareConfig]:
             "repeats": 2,
             "num_iteration": 5,
             "public_setting": False,
+            "cuda_graph": False,
             "output": tmp_path / "report",
         }
         return CompareConfig(**{**settings, **changes})  # type: ignore[arg-type]

@@ -11,13 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tileflash.bench.ledger import Line, read
+from tileflash.compare.ledger import ledger_lines
 from tileflash.compare.plan import BASELINE, FLASH, CompareConfig, Run, plan
+from tileflash.compare.report import Findings
+from tileflash.compare.results import RunResult
 from tileflash.compare.session import compare
 
 MakeConfig = Callable[..., CompareConfig]
@@ -148,6 +152,49 @@ def test_continue_does_not_take_runs_made_with_other_arguments(
     assert "[4/4]" in shown
 
 
+@pytest.mark.parametrize("made_with", [[], ["--cuda-graph"]])
+def test_continue_does_not_take_runs_whose_steps_were_another_kind(
+    small_config: MakeConfig, fake_trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, made_with: list[str]
+) -> None:
+    """Left to the default, which here is no graph: not those of a graph, nor those of before the flag was passed."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = small_config(repeats=1, cuda_graph=None, resume=True)
+    _compare(config, fake_trainer())
+    assert "taking up 4 finished runs of 4" in _compare(config, fake_trainer())[1]
+    for log in (config.output / "runs").glob("*.jsonl"):
+        *events, record = log.read_text().splitlines()
+        arguments = json.loads(record)["arguments"]
+        place = arguments.index("--no-cuda-graph")
+        arguments[place : place + 1] = made_with
+        log.write_text("\n".join([*events, json.dumps({**json.loads(record), "arguments": arguments})]) + "\n")
+    _, shown = _compare(config, fake_trainer())
+    assert "taking up" not in shown
+    assert "[4/4]" in shown
+
+
+def test_a_graph_without_a_gpu_is_refused_before_the_first_run(
+    small_config: MakeConfig, fake_trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = small_config(cuda_graph=True)
+    with pytest.raises(ValueError, match="cuda_graph is set and the device is cpu"):
+        _compare(config, fake_trainer())
+    assert not config.output.exists()
+
+
+@pytest.mark.parametrize("content", [b"years of work\n", b"\xff\xfe\x00", b'{"event": "start"}\n', None])
+def test_a_ledger_that_is_none_is_refused_before_the_first_run(
+    small_config: MakeConfig, fake_trainer: FakeTrainer, tmp_path: Path, content: bytes | None
+) -> None:
+    ledger = tmp_path / "notes"
+    ledger.mkdir() if content is None else ledger.write_bytes(content)
+    config = small_config(ledger=ledger)
+    with pytest.raises(ValueError, match="notes is no ledger that lines could be appended to"):
+        _compare(config, fake_trainer())
+    assert not config.output.exists()
+    assert content is None or ledger.read_bytes() == content
+
+
 def test_a_new_comparison_keeps_the_last_ones_runs_aside(small_config: MakeConfig, fake_trainer: FakeTrainer) -> None:
     config = small_config(repeats=1)
     _compare(config, fake_trainer())
@@ -171,7 +218,7 @@ import json, sys
 from pathlib import Path
 from tileflash.compare.plan import CompareConfig
 from tileflash.compare.session import compare
-config = CompareConfig(models=("gpt2",), lengths=(64, 256), repeats=2, num_iteration=5, public_setting=False,
+config = CompareConfig(models=("gpt2",), lengths=(64, 256), repeats=2, num_iteration=5, public_setting=False, cuda_graph=False,
                        output=Path(sys.argv[1]))
 sys.exit(compare(config, command=json.loads(sys.argv[2])))
 """
@@ -209,7 +256,7 @@ def _wait_for(path: Path) -> None:
 
 def test_the_ledger_gets_each_figure_once(small_config: MakeConfig, fake_trainer: FakeTrainer, tmp_path: Path) -> None:
     ledger = tmp_path / "results" / "train.jsonl"
-    config = small_config(ledger=ledger, resume=True)
+    config = small_config(ledger=ledger, resume=True, cuda_graph=False)
     command = fake_trainer(out_of_memory=["baseline:256"])
     assert _compare(config, command)[0] == 0
     lines = read(ledger)
@@ -218,7 +265,8 @@ def test_the_ledger_gets_each_figure_once(small_config: MakeConfig, fake_trainer
     assert {line.gpu for line in lines} == {"Fake GPU"}
     assert len({line.run for line in lines}) == 1
     of_64 = _line(lines, 64, "baseline", "step_ms")
-    assert of_64.case == {"model": "gpt2", "batch": 4, "seq": 64, "dtype": "bfloat16"}
+    assert of_64.case == {"model": "gpt2", "batch": 4, "seq": 64, "dtype": "bfloat16", "cuda_graph": False}
+    assert all(line.case["cuda_graph"] is False for line in lines), "of out of memory as well"
     # 10 + 4 * 1 + 64^2 / 65536 = 14.0625 ms, one per cent less in the first repeat.
     assert of_64.median == pytest.approx(14.0625 * 0.995)
     assert (of_64.low, of_64.high) == (pytest.approx(14.0625 * 0.99), pytest.approx(14.0625))
@@ -242,6 +290,23 @@ def test_a_comparison_taken_up_adds_to_its_sitting(
     lines = read(ledger)
     assert [line.repeats for line in lines] == [1] * 12 + [2] * 12
     assert len({line.run for line in lines}) == 1
+
+
+def test_runs_with_and_without_a_graph_are_not_one_sitting(
+    make_result: Callable[..., RunResult], small_config: MakeConfig
+) -> None:
+    config = small_config(lengths=(64,), repeats=1)
+    first, second = plan(config)
+    results = {
+        run: make_result(run.setting, run.scheme, cuda_graph=run is first, step_ms=(9.0,) * 5)
+        for run in (first, second)
+    }
+    with pytest.raises(ValueError, match="the runs differ in cuda_graph; the ledger takes those of one sitting"):
+        ledger_lines(Findings(config, results, 2))
+    unknown = {run: replace(result, cuda_graph=None) for run, result in results.items()}
+    assert all("cuda_graph" not in line.case for line in ledger_lines(Findings(config, unknown, 2)))
+    captured = {run: replace(result, cuda_graph=True) for run, result in results.items()}
+    assert {line.case["cuda_graph"] for line in ledger_lines(Findings(config, captured, 2))} == {True}
 
 
 def _line(lines: list[Line], length: int, variant: str, metric: str) -> Line:

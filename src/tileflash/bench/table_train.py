@@ -45,7 +45,8 @@ def _run(lines: list[Line], words: Words) -> str:
         row += [_ratio(_speed_up(*step), step, footnotes), _ratio(_saving(*peak), peak, footnotes)]
         rows.append(row)
     dtypes = ", ".join(dict.fromkeys(str(line.case["dtype"]) for line in lines))
-    note = words.train_note.format(dtype=dtypes)
+    graph = _cuda_graph(lines)
+    note = words.train_note.format(dtype=dtypes, graph="" if graph is None else words.cuda_graph[graph])
     parts = [table(headings, rows, left=2), footnotes.legend(), note, provenance(lines, _command(lines), words)]
     return "\n\n".join(part for part in parts if part)
 
@@ -112,11 +113,18 @@ def _quotients(above: Line | None, below: Line | None) -> tuple[float, float, fl
     return above.median / below.median, above.low / below.high, above.high / below.low
 
 
+def _cuda_graph(lines: list[Line]) -> bool | None:
+    """Whether the steps were CUDA graphs; None where the lines (of before it was recorded) do not say, or not as one."""
+    found = {line.case.get("cuda_graph") for line in lines}
+    return bool(found.pop()) if found in ({True}, {False}) else None
+
+
 def _command(lines: list[Line]) -> str:
     models = " ".join(dict.fromkeys(str(line.case["model"]) for line in lines))
     lengths = ",".join(map(str, sorted({int(line.case["seq"]) for line in lines})))
     batches = {int(line.case["batch"]) for line in lines}
     batch = f" --batch-size {batches.pop()}" if len(batches) == 1 else ""
     device = " --device cpu" if lines[0].gpu.startswith("CPU") else ""
+    graph = {True: " --cuda-graph", False: " --no-cuda-graph", None: ""}[_cuda_graph(lines)]
     repeats = max(line.repeats for line in lines)
-    return f"tileflash compare {models} --lengths {lengths}{batch} --repeats {repeats}{device}"
+    return f"tileflash compare {models} --lengths {lengths}{batch} --repeats {repeats}{device}{graph}"

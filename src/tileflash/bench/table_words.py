@@ -36,6 +36,7 @@ class Words:
     provenance: str
     attention_note: str
     train_note: str
+    cuda_graph: Mapping[bool, str]
     nothing: str
 
 
@@ -67,10 +68,11 @@ _ENGLISH = Words(
         "halved when causal; ratios are of speeds, median (lowest – highest) of {rounds} interleaved rounds."
     ),
     train_note=(
-        "{dtype}; median of the runs of each scheme, each in its own process; speed-up = baseline / flash in ms a "
+        "{dtype}{graph}; median of the runs of each scheme, each in its own process; speed-up = baseline / flash in ms a "
         "step, memory saving = 1 - flash / baseline of the peak (MB = 2^20 bytes), with the lowest – highest that the "
         "runs allow. Of a single run no spread is known."
     ),
+    cuda_graph={True: "; each step one CUDA graph", False: "; no CUDA graphs"},
     nothing="*No measurement yet. Make one: `{command}`*",
 )
 
@@ -102,9 +104,10 @@ _CHINESE = Words(
         "比值为速度之比，取 {rounds} 轮交错测量的中位数（最低 – 最高）。"
     ),
     train_note=(
-        "{dtype}；各方案所列次数的运行的中位数，每次独立进程；加速比 = 基线 / flash 的每步毫秒，显存节省 = 1 - flash / 基线的"
+        "{dtype}{graph}；各方案所列次数的运行的中位数，每次独立进程；加速比 = 基线 / flash 的每步毫秒，显存节省 = 1 - flash / 基线的"
         "峰值（MB = 2^20 字节），括号内为各次运行所容许的最低 – 最高；只运行一次时，波动范围未知。"
     ),
+    cuda_graph={True: "；每一步均为一个 CUDA graph", False: "；未使用 CUDA graph"},
     nothing="*尚无测量数据。运行：`{command}`*",
 )
 

@@ -86,7 +86,7 @@ def compare(
         typer.Option(
             "--cuda-graph/--no-cuda-graph",
             help="both schemes replay their step as one CUDA graph: what is measured is the GPU, not the host",
-            show_default="the trainer's: on a CUDA GPU",
+            show_default="on a CUDA GPU yes, elsewhere no",
         ),
     ] = None,
     output: Annotated[

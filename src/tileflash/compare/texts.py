@@ -104,6 +104,21 @@ TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "baseline 与 flash 紧邻运行，各自使用独立进程；先后由随机种子 {seed} 决定，每次重复交换先后。",
         ),
         "row.attention": ("attention of {scheme}", "{scheme} 的注意力实现"),
+        # Exactly what the trainer logs, so that the report can say it in its own language.
+        "attention.unfused": (
+            "unfused chain of small operators (the baseline; --flash for fused kernels)",
+            "未融合的小算子链（baseline；融合内核见 --flash）",
+        ),
+        "row.cuda_graph": ("CUDA graph", "CUDA graph"),
+        "value.cuda_graph": (
+            "yes: each step of both schemes is one CUDA graph, so the host's pace and noise take no part",
+            "是：两种方案的每一步均为一个 CUDA graph，主机的快慢与抖动不计入结果",
+        ),
+        "value.no_cuda_graph": (
+            "no: the host starts each operation of a step by itself, and its pace and noise are in the figures",
+            "否：一步中的每个操作由主机逐一启动，主机的快慢与抖动计入结果",
+        ),
+        "value.cuda_graph_mixed": ("the runs differ: their figures cannot be compared", "各次运行不一致：数据不可比较"),
         "row.public": ("public report's setting", "公开报告的配置"),
         "value.public": (
             "batch 4, sequence 64, 256 tokens a step, 10 steps, bfloat16",
