@@ -33,6 +33,8 @@ def test_help_shows_examples_and_exit_status() -> None:
         ([], "models is empty"),
         (["gpt2", "--cuda-graph", "--device", "cpu"], "cuda_graph is set and the device is cpu: it must be a CUDA GPU"),
         (["gpt2", "--device", "tpu"], 'device is "tpu": it must be auto, cpu, cuda or cuda:N'),
+        (["gpt2", "--attention-backend", "triiton"], "backend must be one of auto, "),
+        (["gpt2", "--input-bin", "nowhere/*.bin"], "no file matches 'nowhere/*.bin'"),
         (["gpt2", "--ledger", __file__], "test_compare.py is no ledger that lines could be appended to"),
     ],
 )

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tileflash.compare.plan import (
@@ -19,6 +21,7 @@ from tileflash.compare.plan import (
     plan,
     train_arguments,
 )
+from tileflash.data import write_token_file
 
 
 def test_public_setting_comes_first_and_is_not_measured_twice() -> None:
@@ -135,6 +138,18 @@ def test_a_device_that_cannot_is_told(
     _machine_with(monkeypatch, gpus)
     with pytest.raises(ValueError, match=told):
         decided(CompareConfig(models=("gpt2",), device=device, cuda_graph=asked))
+
+
+def test_a_backend_and_token_files_that_are_not_there_are_told(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "*.bin")
+    for changes, told in (
+        ({"attention_backend": "triiton"}, "backend must be one of auto, .* got 'triiton'"),
+        ({"input_bin": nowhere}, "no file matches"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            decided(CompareConfig(models=("gpt2",), device="cpu", **changes))  # type: ignore[arg-type]
+    write_token_file(tmp_path / "a.bin", np.arange(100), vocab_size=257)
+    decided(CompareConfig(models=("gpt2",), device="cpu", attention_backend="sdpa", input_bin=nowhere))
 
 
 def _machine_with(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:

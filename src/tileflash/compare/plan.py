@@ -189,11 +189,18 @@ def decided(config: CompareConfig) -> CompareConfig:
     """`config` with what it left open decided for this machine, once for all runs: whether steps are CUDA graphs.
 
     Raises:
-        ValueError: when the device is not there, or cannot do what was asked for: told here, not by every run.
+        ValueError: when the device is not there, or cannot do what was asked for; when no backend has the name, or no
+            token file. Told here, not by every run.
     """
     # Imported late: the trainer's settings bring PyTorch, which the rest of the plan does without.
+    from tileflash.attention.dispatch import order_of
+    from tileflash.data import TokenFiles
     from tileflash.train.setup import cuda_graph_in_force, find_device
 
+    if config.attention_backend is not None:
+        order_of(config.attention_backend)
+    if config.input_bin is not None:
+        TokenFiles(config.input_bin)
     return replace(config, cuda_graph=cuda_graph_in_force(config.cuda_graph, find_device(config.device)))
 
 
