@@ -23,7 +23,13 @@ def test_attention_in_short() -> None:
     ]
     ratio = next(line for line in lines if line.metric == "speed_ratio_to_fa2")
     flagged = [replace(line, flags=("faster_than_limit",)) if line is ratio else line for line in lines]
-    assert "| forward | 128 | 2.00x |" in render("attention-summary", flagged, "en")  # the mean of the other point
+    block = render("attention-summary", flagged, "en")
+    assert "| forward | 128 | 2.00x |" in block  # the mean of the other point
+    assert block.endswith(" Flagged figures that are left out: 1.")
+    assert render("attention-summary", flagged, "zh").endswith("1 个带标记的数值未计入。")
+    assert "left out" not in render("attention-summary", lines, "en")
+    gone = [replace(line, flags=("faster_than_limit",)) for line in lines]
+    assert "| forward | 128 | – |" in render("attention-summary", gone, "en")
     assert "前向" in render("attention-summary", lines, "zh")
     assert "tileflash bench attention" in render("attention-summary", [], "en")
 

@@ -123,6 +123,14 @@ def test_noise_at_a_large_loss_excuses_no_difference_at_a_small_one(gap_of: Call
     assert louder.is_noise
 
 
+def test_what_repeats_differ_by_is_where_it_is_most_for_its_loss(gap_of: Callable[..., LossGap]) -> None:
+    """0.1 at a loss of 40, where 0.2 is expected, is less than 0.08 at a loss of 5, where 0.05 is."""
+    gap = gap_of(((40.0, 5.0), (40.0, 5.08)), ((40.1, 5.08), (40.1, 5.08)))
+    assert gap.within_scheme is not None
+    assert (gap.within_scheme.size, gap.within_scheme.step) == (pytest.approx(0.08), 2)
+    assert gap.is_noise
+
+
 def test_every_place_judges_by_the_same_step(make_comparison: MakeComparison) -> None:
     """Sentence, table, the demo's check and the ledger's flag."""
     comparison = make_comparison([2.0], [1.0], losses=((18.0, 5.0, 4.0, 3.0), (18.08, 5.06, 4.0, 3.0)))

@@ -21,6 +21,7 @@ class Words:
     directions: dict[str, str]
     all_points: str
     summary_note: str
+    summary_flagged: str
     flags: Mapping[str, FlagWords]
     flag_note: str
     flag_unknown: str
@@ -49,6 +50,7 @@ _ENGLISH = Words(
     directions={"forward": "forward", "backward": "backward"},
     all_points="all",
     summary_note="Geometric means over full and causal masks and all lengths on one {gpu}; every point is in the long tables.",
+    summary_flagged=" Flagged figures that are left out: {count}.",
     mean="Geometric mean of {variant} / {baseline}: **{ratio}** over {points} points.",
     flags=FLAG_WORDS["en"],
     flag_note="{short} (`{flag}`): {meaning}.",
@@ -85,6 +87,7 @@ _CHINESE = Words(
     directions={"forward": "前向", "backward": "反向"},
     all_points="全部",
     summary_note="在一块 {gpu} 上对完整与因果掩码、全部长度取的几何平均；每个测点见下面的长表。",
+    summary_flagged="{count} 个带标记的数值未计入。",
     mean="{variant} / {baseline} 的几何平均：**{ratio}**（{points} 个测点）。",
     flags=FLAG_WORDS["zh"],
     flag_note="{short}（`{flag}`）：{meaning}。",
