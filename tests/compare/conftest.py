@@ -11,6 +11,7 @@ import pytest
 
 from tileflash.compare.figures import Comparison, compare_setting
 from tileflash.compare.plan import BASELINE, FLASH, CompareConfig, Run, Setting, train_arguments
+from tileflash.compare.report import Findings
 from tileflash.compare.results import Outcome, Record, RunResult
 
 MEBIBYTE = 2**20
@@ -137,3 +138,33 @@ def write_log(tmp_path: Path) -> Callable[..., Path]:
         return log
 
     return write
+
+
+@pytest.fixture
+def findings(make_result: Callable[..., RunResult]) -> Callable[..., Findings]:
+    """gpt2 at 64 (faster), 256 (flash failed once), 1024 (baseline out of memory), 4096 (both), 8192 (not run)."""
+
+    def make(language: str = "en", **changes: object) -> Findings:
+        settings: dict[str, object] = {
+            "lengths": (64, 256, 1024, 4096, 8192), "repeats": 2, "num_iteration": 4, "cuda_graph": True,
+        }  # fmt: skip
+        config = CompareConfig(models=("gpt2",), language=language, **{**settings, **changes})  # type: ignore[arg-type]
+        by_length = {s.sequence_length: s for s in config.length_settings("gpt2")}
+        public = config.public_settings()
+        results = []
+        for setting in {*public, by_length[64]}:
+            for repeat in (1, 2):
+                results.append(
+                    make_result(setting, BASELINE, repeat, (99.0, *[20.0 + repeat] * (setting.num_iteration - 1)))
+                )
+                results.append(
+                    make_result(setting, FLASH, repeat, (99.0, *[10.0 + repeat] * (setting.num_iteration - 1)))
+                )
+        results += [make_result(by_length[256], BASELINE), make_result(by_length[256], FLASH)]
+        results.append(make_result(by_length[256], FLASH, 2, outcome=Outcome.FAILED, exit_status=1))
+        results.append(make_result(by_length[1024], BASELINE, outcome=Outcome.OUT_OF_MEMORY, exit_status=3))
+        results.append(make_result(by_length[1024], FLASH))
+        results += [make_result(by_length[4096], s, outcome=Outcome.OUT_OF_MEMORY) for s in (BASELINE, FLASH)]
+        return Findings(config, {result.run: result for result in results}, 24)
+
+    return make

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from rich.console import Console
 
 from tileflash.compare import plots
-from tileflash.compare.console import show_end
 from tileflash.compare.figures import Comparison
-from tileflash.compare.plan import BASELINE, FLASH, CompareConfig, Run, Setting
+from tileflash.compare.plan import BASELINE, FLASH, Run, Setting
 from tileflash.compare.report import Findings, build_report
 from tileflash.compare.report_html import to_html
 from tileflash.compare.report_markdown import to_markdown
-from tileflash.compare.results import Outcome, RunResult
-from tileflash.compare.texts import texts
-from tileflash.train import TrainConfig
-from tileflash.train.setup import prepare_setup
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 LANGUAGES = ("en", "zh")
@@ -66,36 +58,6 @@ class Checker(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
             self.text.append(data)
-
-
-@pytest.fixture
-def findings(make_result: Callable[..., RunResult]) -> Callable[..., Findings]:
-    """gpt2 at 64 (faster), 256 (flash failed once), 1024 (baseline out of memory), 4096 (both), 8192 (not run)."""
-
-    def make(language: str = "en", **changes: object) -> Findings:
-        settings: dict[str, object] = {
-            "lengths": (64, 256, 1024, 4096, 8192), "repeats": 2, "num_iteration": 4, "cuda_graph": True,
-        }  # fmt: skip
-        config = CompareConfig(models=("gpt2",), language=language, **{**settings, **changes})  # type: ignore[arg-type]
-        by_length = {s.sequence_length: s for s in config.length_settings("gpt2")}
-        public = config.public_settings()
-        results = []
-        for setting in {*public, by_length[64]}:
-            for repeat in (1, 2):
-                results.append(
-                    make_result(setting, BASELINE, repeat, (99.0, *[20.0 + repeat] * (setting.num_iteration - 1)))
-                )
-                results.append(
-                    make_result(setting, FLASH, repeat, (99.0, *[10.0 + repeat] * (setting.num_iteration - 1)))
-                )
-        results += [make_result(by_length[256], BASELINE), make_result(by_length[256], FLASH)]
-        results.append(make_result(by_length[256], FLASH, 2, outcome=Outcome.FAILED, exit_status=1))
-        results.append(make_result(by_length[1024], BASELINE, outcome=Outcome.OUT_OF_MEMORY, exit_status=3))
-        results.append(make_result(by_length[1024], FLASH))
-        results += [make_result(by_length[4096], s, outcome=Outcome.OUT_OF_MEMORY) for s in (BASELINE, FLASH)]
-        return Findings(config, {result.run: result for result in results}, 24)
-
-    return make
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -192,63 +154,6 @@ def test_environments_that_differ_are_told(findings: Callable[..., Findings]) ->
     assert first.environment is not None
     first.environment["torch"] = "2.13"
     assert "(torch differ)" in to_markdown(build_report(found))
-
-
-GRAPH_WORDS = {
-    "en": ("yes: each step of both schemes is one CUDA graph", "no: the host starts each operation", "the runs differ"),
-    "zh": ("是：两种方案的每一步均为一个 CUDA graph", "否：一步中的每个操作由主机逐一启动", "各次运行不一致"),
-}
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize(("logged", "told"), [({True}, 0), ({False}, 1), ({True, False}, 2), (set(), None)])
-def test_whether_steps_were_cuda_graphs_is_what_the_runs_logged(
-    findings: Callable[..., Findings], language: str, logged: set[bool], told: int | None
-) -> None:
-    found = findings(language)
-    for number, (run, result) in enumerate(found.results.items()):
-        values = [None] if not logged else sorted(logged)
-        found.results[run] = replace(result, cuda_graph=values[number % len(values)])
-    words = GRAPH_WORDS[language]
-    expected = [] if told is None else [words[told]]
-    for form in (to_markdown(build_report(found)), to_html(build_report(found))):
-        assert [each for each in words if each in form] == expected
-    shown = io.StringIO()
-    show_end(Console(file=shown, width=200), found, "", [])
-    assert [each for each in words if each in shown.getvalue()] == expected
-
-
-@pytest.mark.parametrize(("captured", "key", "other"), [(True, "short", "short_host"), (False, "short_host", "short")])
-def test_what_sequence_64_cannot_show_depends_on_the_graph(
-    findings: Callable[..., Findings], captured: bool, key: str, other: str
-) -> None:
-    for language in LANGUAGES:
-        found = findings(language)
-        found.results.update({run: replace(r, cuda_graph=captured) for run, r in found.results.items()})
-        markdown = to_markdown(build_report(found))
-        assert texts(language)(f"caveat.{key}") in markdown
-        assert texts(language)(f"caveat.{other}") not in markdown
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_what_computes_attention_is_said_in_the_reports_language(
-    findings: Callable[..., Findings], language: str
-) -> None:
-    found = findings(language)
-    unfused = prepare_setup(TrainConfig(model="gpt2-tiny", device="cpu")).attention_name
-    logged = {BASELINE: unfused, FLASH: "tileflash.attention: triton"}
-    found.results.update({run: replace(r, attention=logged[run.scheme]) for run, r in found.results.items()})
-    markdown = to_markdown(build_report(found))
-    assert (unfused in markdown) == (language == "en")
-    assert ("未融合的小算子链" in markdown) == (language == "zh")
-    assert "tileflash.attention: triton" in markdown
-
-
-def test_the_command_that_repeats_the_report_makes_it_in_its_language(findings: Callable[..., Findings]) -> None:
-    for language in LANGUAGES:
-        line = next(li for li in to_markdown(build_report(findings(language))).splitlines() if li.startswith("tilefl"))
-        assert line.endswith(f" --language {language}")
-        assert " --cuda-graph " in line
 
 
 def test_a_cpu_is_not_called_a_gpu(findings: Callable[..., Findings]) -> None:
