@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tileflash.bench import Line, Sitting, Statistic, append, read
-from tileflash.bench.ledger import from_json, to_json
+from tileflash.bench.ledger import from_json, require_ledger, to_json
 
 # The line that DESIGN section 6 shows.
 DESIGN = (
@@ -151,3 +151,22 @@ def test_sitting() -> None:
 def test_the_record_of_gpu_tests_beside_the_figures_is_no_figure(tmp_path: Path) -> None:
     (tmp_path / "gpu-tests.jsonl").write_text('{"commit": "abc", "passed": 3, "failed": 0, "skipped": 1}\n')
     assert read(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["notes\n", DESIGN + "\nnotes\n", '{"commit": "abc", "passed": 3}\n', "[]", "\x00"])
+def test_what_is_no_ledger_is_not_appended_to(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"file is no ledger that lines could be appended to: .*line \d"):
+        require_ledger(path)
+
+
+def test_what_is_a_ledger_or_nothing_yet_is_appended_to(tmp_path: Path) -> None:
+    require_ledger(tmp_path / "none.jsonl")
+    require_ledger("/dev/null")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    require_ledger(tmp_path / "empty.jsonl")
+    append(tmp_path / "a.jsonl", [LINE])
+    require_ledger(str(tmp_path / "a.jsonl"))
+    with pytest.raises(ValueError, match="it is a directory"):
+        require_ledger(tmp_path)

@@ -7,48 +7,12 @@ from typing import Any
 
 import pytest
 
-from tileflash.bench import Line, Sitting, Statistic
+from support.lines import H200, attention_lines, train_lines
 from tileflash.bench.tables import BLOCKS, fill, language_of, render
-
-H200 = Sitting(
-    "run-1", "2026-12-01T09:30:00Z", "abc1234", "NVIDIA H200", {"torch": "2.11.0+cu130", "driver": "580.159.04"}
-)
-
-
-def _figure(median: float, repeats: int = 3) -> Statistic:
-    return Statistic(median, median * 0.9, median * 1.1, repeats)
-
-
-def _attention(sitting: Sitting = H200, direction: str = "forward", ours_ms: float = 0.5) -> list[Line]:
-    lines = []
-    for seq in (512, 1024):
-        case = {
-            "direction": direction, "batch": 16384 // seq, "heads": 16, "kv_heads": 16, "seq": seq, "head_dim": 128,
-            "mask": "causal", "dtype": "bfloat16",
-        }  # fmt: skip
-        lines += [
-            sitting.line("attention", case, "tileflash-triton", "time_ms", _figure(ours_ms), limit=0.1),
-            sitting.line("attention", case, "tileflash-triton", "speed_ratio_to_fa2", _figure(1.0 / ours_ms)),
-            sitting.line("attention", case, "fa2", "time_ms", _figure(1.0), limit=0.1),
-            sitting.line("attention", case, "cudnn", "time_ms", None, limit=0.1, flags=("unsupported",)),
-        ]
-    return lines
-
-
-def _train(sitting: Sitting = H200, seq: int = 4096, oom: bool = False) -> list[Line]:
-    case = {"model": "gpt2", "batch": 4, "seq": seq, "dtype": "bfloat16"}
-    lines = []
-    for variant, step_ms, tokens, peak in (("baseline", 300.0, 54613.0, 40000.0), ("flash", 100.0, 163840.0, 10000.0)):
-        for metric, value in (("step_ms", step_ms), ("tokens_per_s", tokens), ("peak_bytes", peak * 2**20)):
-            if oom and variant == "baseline":
-                lines.append(sitting.line("train", case, variant, metric, None, flags=("out_of_memory",)))
-            else:
-                lines.append(sitting.line("train", case, variant, metric, _figure(value, repeats=5)))
-    return lines
 
 
 def test_attention_in_short() -> None:
-    lines = [*_attention(), *_attention(direction="backward", ours_ms=0.8)]
+    lines = [*attention_lines(), *attention_lines(direction="backward", ours_ms=0.8)]
     rows = render("attention-summary", lines, "en").splitlines()
     assert rows[0] == "|  | d | tileflash-triton / fa2 |"
     assert rows[2:6] == [
@@ -59,13 +23,19 @@ def test_attention_in_short() -> None:
     ]
     ratio = next(line for line in lines if line.metric == "speed_ratio_to_fa2")
     flagged = [replace(line, flags=("faster_than_limit",)) if line is ratio else line for line in lines]
-    assert "| forward | 128 | 2.00x |" in render("attention-summary", flagged, "en")  # the mean of the other point
+    block = render("attention-summary", flagged, "en")
+    assert "| forward | 128 | 2.00x |" in block  # the mean of the other point
+    assert block.endswith(" Flagged figures that are left out: 1.")
+    assert render("attention-summary", flagged, "zh").endswith("1 个带标记的数值未计入。")
+    assert "left out" not in render("attention-summary", lines, "en")
+    gone = [replace(line, flags=("faster_than_limit",)) for line in lines]
+    assert "| forward | 128 | – |" in render("attention-summary", gone, "en")
     assert "前向" in render("attention-summary", lines, "zh")
     assert "tileflash bench attention" in render("attention-summary", [], "en")
 
 
 def test_attention_rows() -> None:
-    block = render("attention-forward", _attention(), "en")
+    block = render("attention-forward", attention_lines(), "en")
     rows = block.splitlines()
     assert rows[0] == (
         "| d | mask | S | tileflash-triton, TFLOP/s | fa2, TFLOP/s | cudnn, TFLOP/s | tileflash-triton / fa2 | "
@@ -88,7 +58,7 @@ def test_the_command_that_is_printed_is_understood() -> None:
 
     from tileflash.cli import app
 
-    line = render("attention-backward", _attention(direction="backward"), "en").splitlines()[-1]
+    line = render("attention-backward", attention_lines(direction="backward"), "en").splitlines()[-1]
     words = line.split("`")[1].split()
     assert words[0] == "tileflash"
     result = CliRunner().invoke(app, [*words[1:], "--device", "meta"])
@@ -98,15 +68,16 @@ def test_the_command_that_is_printed_is_understood() -> None:
 def test_flagged_figures_stand_out_and_are_in_no_mean() -> None:
     lines = [
         replace(line, flags=("faster_than_limit",)) if line.variant == "tileflash-triton" else line
-        for line in _attention()
+        for line in attention_lines()
     ]
     block = render("attention-forward", lines, "en")
-    assert "137.4 impossible: faster than the limit" in block
+    assert "| 128 | causal | 1024 | 137.4 ¹ | 68.7 | unsupported | 2.00x (1.80 – 2.20) ¹ | 687.2 |" in block
+    assert "\n\n¹ impossible: faster than the limit (`faster_than_limit`): the GPU cannot be so fast" in block
     assert "Geometric mean" not in block
 
 
 def test_train_rows() -> None:
-    block = render("train", [*_train(), *_train(seq=64, oom=True)], "en")
+    block = render("train", [*train_lines(), *train_lines(seq=64, oom=True)], "en")
     rows = block.splitlines()
     assert rows[0] == (
         "| model | batch × sequence | runs | ms a step, baseline | ms a step, flash | tok/s, baseline | tok/s, flash | "
@@ -122,11 +93,37 @@ def test_train_rows() -> None:
     assert "Repeat it: `tileflash compare gpt2 --lengths 64,4096 --batch-size 4 --repeats 5`*" in block
 
 
+@pytest.mark.parametrize(
+    ("captured", "flag", "english", "chinese"),
+    [
+        (
+            True,
+            " --cuda-graph",
+            "bfloat16; each step one CUDA graph; median",
+            "bfloat16；每一步均为一个 CUDA graph；各",
+        ),
+        (False, " --no-cuda-graph", "bfloat16; no CUDA graphs; median", "bfloat16；未使用 CUDA graph；各"),
+        (None, "", "bfloat16; median", "bfloat16；各"),
+    ],
+)
+def test_whether_steps_were_cuda_graphs_is_said_and_repeated(
+    captured: bool | None, flag: str, english: str, chinese: str
+) -> None:
+    lines = [
+        line if captured is None else replace(line, case={**line.case, "cuda_graph": captured})
+        for line in train_lines()
+    ]
+    block = render("train", lines, "en")
+    assert english in block
+    assert f"--repeats 5{flag}`*" in block
+    assert chinese in render("train", lines, "zh")
+
+
 def test_each_row_says_how_many_runs_it_is_of() -> None:
     """A comparison cut short has measured some lengths less often; of a single run no spread is known."""
-    single = [replace(line, repeats=1, low=line.median, high=line.median) for line in _train(seq=64)]
-    uneven = [replace(line, repeats=2 if line.variant == "baseline" else 3) for line in _train(seq=1024)]
-    rows = render("train", [*single, *uneven, *_train()], "en").splitlines()
+    single = [replace(line, repeats=1, low=line.median, high=line.median) for line in train_lines(seq=64)]
+    uneven = [replace(line, repeats=2 if line.variant == "baseline" else 3) for line in train_lines(seq=1024)]
+    rows = render("train", [*single, *uneven, *train_lines()], "en").splitlines()
     assert rows[2].startswith("| gpt2 | 4 × 64 | 1 | 300.00 |")
     assert rows[2].endswith("| 3.00x | 75.0 % |")
     assert rows[3].startswith("| gpt2 | 4 × 1024 | 2 / 3 | 300.00 |")
@@ -137,7 +134,7 @@ def test_each_row_says_how_many_runs_it_is_of() -> None:
 def test_newest_run_of_each_gpu() -> None:
     older = replace(H200, run="run-0", date="2026-11-30T23:59:59Z")
     a100 = replace(H200, run="run-2", date="2026-11-01T00:00:00Z", gpu="NVIDIA A100-SXM4-80GB")
-    lines = [*_attention(ours_ms=0.5), *_attention(older, ours_ms=0.25), *_attention(a100, ours_ms=0.8)]
+    lines = [*attention_lines(ours_ms=0.5), *attention_lines(older, ours_ms=0.25), *attention_lines(a100, ours_ms=0.8)]
     block = render("attention-forward", lines, "en")
     assert block.count("| d | mask |") == 2
     assert "2.00x" in block  # the newest of the H200, though an older one was appended later
@@ -145,24 +142,26 @@ def test_newest_run_of_each_gpu() -> None:
     assert "1.25x" in block
     # A newer run without this table's lines does not empty it.
     newer = replace(H200, run="run-9", date="2026-12-31T00:00:00Z")
-    assert render("attention-forward", [*lines, *_attention(newer, "backward"), *_train(newer)], "en") == block
+    assert (
+        render("attention-forward", [*lines, *attention_lines(newer, "backward"), *train_lines(newer)], "en") == block
+    )
 
 
 def test_a_line_that_lacks_a_part_of_its_case_is_named() -> None:
-    (line, *_) = _attention()
+    (line, *_) = attention_lines()
     broken = replace(line, case={name: value for name, value in line.case.items() if name != "seq"})
     with pytest.raises(ValueError, match="the case of a line of the suite attention has no seq"):
         render("attention-forward", [broken], "en")
 
 
 def test_chinese() -> None:
-    block = render("train", _train(), "zh")
+    block = render("train", train_lines(), "zh")
     assert "| 模型 | 批大小 × 序列长度 |" in block
     assert "加速比" in block
     assert "复现：`tileflash compare gpt2" in block
-    assert "因果" in render("attention-forward", _attention(), "zh")
+    assert "因果" in render("attention-forward", attention_lines(), "zh")
     with pytest.raises(ValueError, match="`language` was 'fr'"):
-        render("train", _train(), "fr")
+        render("train", train_lines(), "fr")
 
 
 @pytest.mark.parametrize(("name", "language"), [("README.md", "en"), ("README.zh-CN.md", "zh"), ("zh-CN.md", "en")])
@@ -177,7 +176,7 @@ TEXT = (
 
 
 def test_fill_replaces_blocks_and_nothing_else() -> None:
-    lines = [*_attention(), *_train()]
+    lines = [*attention_lines(), *train_lines()]
     filled, stale = fill(TEXT, lines, "en")
     assert stale == ["train", "attention-forward"]
     assert filled == (
@@ -185,7 +184,7 @@ def test_fill_replaces_blocks_and_nothing_else() -> None:
         f"<!-- tileflash:table attention-forward -->\n{render('attention-forward', lines, 'en')}\n<!-- tileflash:end -->\nend"
     )
     assert fill(filled, lines, "en") == (filled, [])
-    again, stale = fill(filled, [*lines, *_train(replace(H200, run="x", date="2027-01-01T00:00:00Z"))], "en")
+    again, stale = fill(filled, [*lines, *train_lines(replace(H200, run="x", date="2027-01-01T00:00:00Z"))], "en")
     assert stale == ["train"]
     assert "2027-01-01" in again
 
@@ -213,6 +212,6 @@ def test_no_measurement_says_how_to_make_one() -> None:
 )
 def test_broken_blocks(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fill(text, _train(), "en", "R")
+        fill(text, train_lines(), "en", "R")
     with pytest.raises(ValueError, match="there is no table"):
         render("speed", [], "en")

@@ -41,6 +41,16 @@ def test_tables_means_ledger_and_progress(tmp_path: Path) -> None:
     assert len(read(ledger)) == 8 * 4 + 2  # appended
 
 
+@pytest.mark.parametrize("content", [b"notes\n", b"\xff\xfe\x00\x01"])
+def test_a_file_that_is_no_ledger_is_left_alone_and_nothing_is_measured(tmp_path: Path, content: bytes) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_bytes(content)
+    status, out, error = _run("--variants", "math", "--output", notes)
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    assert "notes.md is no ledger that lines could be appended to: " in error
+    assert notes.read_bytes() == content
+
+
 def test_budget_says_what_was_left_out() -> None:
     status, _, error = _run("--variants", "math", "--budget-seconds", "1e-9")
     assert status == 0

@@ -31,6 +31,11 @@ def test_help_shows_examples_and_exit_status() -> None:
         (["gpt2", "--repeats", "0"], "repeats is 0; must be at least 1"),
         (["gpt2", "--dtype", "int8"], "dtype is 'int8'"),
         ([], "models is empty"),
+        (["gpt2", "--cuda-graph", "--device", "cpu"], "cuda_graph is set and the device is cpu: it must be a GPU"),
+        (["gpt2", "--device", "tpu"], 'device is "tpu": it must be auto, cpu, cuda or cuda:N'),
+        (["gpt2", "--attention-backend", "triiton"], "backend must be one of auto, "),
+        (["gpt2", "--input-bin", "nowhere/*.bin"], "no file matches 'nowhere/*.bin'"),
+        (["gpt2", "--ledger", __file__], "test_compare.py is no ledger that lines could be appended to"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments: list[str], told: str, tmp_path: Path) -> None:
@@ -38,6 +43,7 @@ def test_bad_input_is_one_line_and_status_2(arguments: list[str], told: str, tmp
     assert ended.returncode == 2
     assert told in ended.stderr
     assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("\n") == 1
     assert not (tmp_path / "report").exists()
 
 
@@ -57,10 +63,18 @@ def test_the_demo_with_the_real_trainer(tmp_path: Path) -> None:
         "schemes differ in --flash alone"
     )
 
+    assert {start["cuda_graph"] for start in starts} == {False}
+    assert "CUDA graph: 否" in ended.stdout
+
     html = (tmp_path / "report" / "report.html").read_text()
     assert "两者损失一致" in html
+    assert "未融合的小算子链" in html
+    assert "unfused chain" not in html
+    assert "--no-cuda-graph" in html
+    assert "--language zh" in html
     assert "http" not in html
-    assert len(ledger.read_text().splitlines()) == 2 * 2 * 3
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    assert [line["case"]["cuda_graph"] for line in lines] == [False] * 2 * 2 * 3
 
 
 def _without_scheme(config: dict[str, object]) -> dict[str, object]:

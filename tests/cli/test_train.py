@@ -167,7 +167,7 @@ def test_a_capture_that_fails_is_one_line_and_status_1(tokens: Path, monkeypatch
     def refuse(*_: object, **__: object) -> None:
         raise GraphCaptureError("RuntimeError: a stream was waited for")
 
-    monkeypatch.setattr("tileflash.train.setup.use_cuda_graph", lambda wanted, device: wanted)  # as on a GPU
+    monkeypatch.setattr("tileflash.train.setup.cuda_graph_in_force", lambda wanted, device: wanted)  # as on a GPU
     monkeypatch.setattr("tileflash.train.trainer.CapturedStep", refuse)
     done = run(*common(tokens, "--cuda-graph"))
     assert done.exit_code == 1

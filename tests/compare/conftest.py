@@ -11,6 +11,7 @@ import pytest
 
 from tileflash.compare.figures import Comparison, compare_setting
 from tileflash.compare.plan import BASELINE, FLASH, CompareConfig, Run, Setting, train_arguments
+from tileflash.compare.report import Findings
 from tileflash.compare.results import Outcome, Record, RunResult
 
 MEBIBYTE = 2**20
@@ -35,6 +36,7 @@ def make_result() -> Callable[..., RunResult]:
         peak: int | None = 100 * MEBIBYTE,
         outcome: Outcome = Outcome.FINISHED,
         exit_status: int = 0,
+        cuda_graph: bool | None = True,
     ) -> RunResult:
         run = Run(setting, scheme, repeat)
         losses = [5.0 - 0.5 * step for step in range(len(step_ms))] if losses is None else losses
@@ -47,6 +49,7 @@ def make_result() -> Callable[..., RunResult]:
             step_ms=tuple(step_ms) if finished else (),
             train_loss=tuple(losses) if finished else (),
             peak_used_bytes=peak if finished else None,
+            cuda_graph=cuda_graph if finished else None,
             environment={"gpu": "Some GPU", "torch": "2.11", "date": "2026-11-30T09:00:00Z"},
             message="" if finished else "why",
         )
@@ -108,6 +111,7 @@ def small_config(tmp_path: Path) -> Callable[..., CompareConfig]:
             "repeats": 2,
             "num_iteration": 5,
             "public_setting": False,
+            "cuda_graph": False,
             "output": tmp_path / "report",
         }
         return CompareConfig(**{**settings, **changes})  # type: ignore[arg-type]
@@ -134,3 +138,33 @@ def write_log(tmp_path: Path) -> Callable[..., Path]:
         return log
 
     return write
+
+
+@pytest.fixture
+def findings(make_result: Callable[..., RunResult]) -> Callable[..., Findings]:
+    """gpt2 at 64 (faster), 256 (flash failed once), 1024 (baseline out of memory), 4096 (both), 8192 (not run)."""
+
+    def make(language: str = "en", **changes: object) -> Findings:
+        settings: dict[str, object] = {
+            "lengths": (64, 256, 1024, 4096, 8192), "repeats": 2, "num_iteration": 4, "cuda_graph": True,
+        }  # fmt: skip
+        config = CompareConfig(models=("gpt2",), language=language, **{**settings, **changes})  # type: ignore[arg-type]
+        by_length = {s.sequence_length: s for s in config.length_settings("gpt2")}
+        public = config.public_settings()
+        results = []
+        for setting in {*public, by_length[64]}:
+            for repeat in (1, 2):
+                results.append(
+                    make_result(setting, BASELINE, repeat, (99.0, *[20.0 + repeat] * (setting.num_iteration - 1)))
+                )
+                results.append(
+                    make_result(setting, FLASH, repeat, (99.0, *[10.0 + repeat] * (setting.num_iteration - 1)))
+                )
+        results += [make_result(by_length[256], BASELINE), make_result(by_length[256], FLASH)]
+        results.append(make_result(by_length[256], FLASH, 2, outcome=Outcome.FAILED, exit_status=1))
+        results.append(make_result(by_length[1024], BASELINE, outcome=Outcome.OUT_OF_MEMORY, exit_status=3))
+        results.append(make_result(by_length[1024], FLASH))
+        results += [make_result(by_length[4096], s, outcome=Outcome.OUT_OF_MEMORY) for s in (BASELINE, FLASH)]
+        return Findings(config, {result.run: result for result in results}, 24)
+
+    return make

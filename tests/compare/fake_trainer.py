@@ -25,6 +25,7 @@ def main() -> int:
     for name in ("dtype", "device", "learning-rate", "log-json"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--flash", action="store_true")
+    parser.add_argument("--cuda-graph", action=argparse.BooleanOptionalAction)
     args = parser.parse_args(sys.argv[2:])
     assert args.total_batch_size == args.batch_size * args.sequence_length
     scheme = "flash" if args.flash else "baseline"
@@ -44,6 +45,7 @@ def main() -> int:
     environment["date"] = "2026-11-30T09:00:00Z"
     config = {key: value for key, value in vars(args).items() if key != "log_json"}
     facts = {"environment": environment, "parameters": 124_000_000, "attention": f"fake {scheme}"}
+    facts["cuda_graph"] = args.cuda_graph
     write(event="start", model=args.model, config=config, **facts)
     if is_asked("garbage"):
         log.write('not json\n{"event": "step", "step_ms": "nan"}\n[1, 2]\n{"event": "st\n')

@@ -115,32 +115,6 @@ def test_memory_saving_needs_both_peaks(make_comparison: MakeComparison) -> None
     assert make_comparison([10.0], [10.0], peaks=(200.0, 50.0)).memory_saving == Measured(0.75, 0.75, 0.75, 1)
 
 
-def test_the_largest_loss_difference_and_its_step(make_comparison: MakeComparison) -> None:
-    gap = make_comparison([1.0], [1.0], losses=((5.0, 4.0, 3.0, 2.0), (5.0, 4.25, 2.5, 2.125))).loss_gap
-    assert gap is not None
-    assert (gap.largest, gap.step, gap.repeat) == (0.5, 3, 1)
-    assert gap.within_scheme is None, "one repeat says nothing about what repeats differ by"
-
-
-def test_the_difference_between_repeats_of_one_scheme(
-    make_setting: Callable[..., Setting], make_result: Callable[..., RunResult]
-) -> None:
-    setting = make_setting()
-    losses = {(BASELINE, 1): 4.0, (BASELINE, 2): 4.25, (FLASH, 1): 4.5, (FLASH, 2): 4.0}
-    results = [make_result(setting, s, r, losses=(5.0, 3.0, loss, 2.0)) for (s, r), loss in losses.items()]
-    gap = compare_setting(setting, {result.run: result for result in results}).loss_gap
-    assert gap is not None
-    assert (gap.largest, gap.step, gap.repeat) == (0.5, 3, 1)
-    assert gap.within_scheme == 0.5
-
-
-def test_a_nan_loss_does_not_hide_behind_a_finite_difference(make_comparison: MakeComparison) -> None:
-    gap = make_comparison([1.0], [1.0], losses=((5.0, 4.0, 3.0, 2.0), (9.0, math.nan, 3.0, 2.0))).loss_gap
-    assert gap is not None
-    assert math.isnan(gap.largest)
-    assert gap.step == 2
-
-
 @pytest.mark.parametrize(
     ("losses", "fell"),
     [

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tileflash.compare.plan import (
@@ -14,9 +17,11 @@ from tileflash.compare.plan import (
     Run,
     Setting,
     compare_command,
+    decided,
     plan,
     train_arguments,
 )
+from tileflash.data import write_token_file
 
 
 def test_public_setting_comes_first_and_is_not_measured_twice() -> None:
@@ -63,7 +68,12 @@ def test_every_length_is_measured_before_any_is_repeated() -> None:
 
 def test_both_schemes_get_the_same_arguments_but_flash() -> None:
     config = CompareConfig(
-        models=("gpt2",), learning_rate=3e-4, warmup_iterations=5, attention_backend="triton", input_bin="a*.bin"
+        models=("gpt2",),
+        learning_rate=3e-4,
+        warmup_iterations=5,
+        attention_backend="triton",
+        input_bin="a*.bin",
+        cuda_graph=True,
     )
     setting = Setting("gpt2", 4, 1024, 10, "bfloat16")
     baseline = train_arguments(config, Run(setting, BASELINE, 1))
@@ -77,16 +87,74 @@ def test_both_schemes_get_the_same_arguments_but_flash() -> None:
     assert baseline[baseline.index("--warmup-iterations") + 1] == "5"
 
 
-def test_a_captured_step_is_asked_for_in_both_schemes() -> None:
-    config = CompareConfig(models=("gpt2",), cuda_graph=True)
-    setting = Setting("gpt2", 4, 1024, 10, "bfloat16")
-    assert all("--cuda-graph" in train_arguments(config, Run(setting, scheme, 1)) for scheme in (BASELINE, FLASH))
-    assert "--cuda-graph" in compare_command(config)
-    eager = train_arguments(CompareConfig(models=("gpt2",), cuda_graph=False), Run(setting, FLASH, 1))
-    assert "--no-cuda-graph" in eager
-    default = train_arguments(CompareConfig(models=("gpt2",)), Run(setting, FLASH, 1))
-    assert "--cuda-graph" not in default
-    assert "--no-cuda-graph" not in default
+@pytest.mark.parametrize(("captured", "flag"), [(True, "--cuda-graph"), (False, "--no-cuda-graph")])
+def test_every_run_is_told_whether_its_step_is_captured(captured: bool, flag: str) -> None:
+    """Never left to the trainer's default: a run made before that changed would have the same arguments."""
+    config = CompareConfig(models=("gpt2",), cuda_graph=captured)
+    for run in plan(config):
+        assert [word for word in train_arguments(config, run) if "cuda-graph" in word] == [flag]
+    assert [word for word in compare_command(config) if "cuda-graph" in word] == [flag]
+
+
+def test_arguments_of_what_is_not_decided_are_not_made() -> None:
+    config = CompareConfig(models=("gpt2",))
+    with pytest.raises(AssertionError, match="not `decided`"):
+        train_arguments(config, plan(config)[0])
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "asked", "captured"),
+    [
+        ("auto", 0, None, False),
+        ("auto", 1, None, True),
+        ("auto", 1, False, False),
+        ("auto", 1, True, True),
+        ("cpu", 1, None, False),
+        ("cuda", 1, None, True),
+        ("cuda:1", 2, None, True),
+    ],
+)
+def test_the_graph_is_decided_from_the_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, asked: bool | None, captured: bool
+) -> None:
+    _machine_with(monkeypatch, gpus)
+    config = CompareConfig(models=("gpt2",), device=device, cuda_graph=asked)
+    assert decided(config) == dataclasses.replace(config, cuda_graph=captured)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "asked", "told"),
+    [
+        ("auto", 0, True, "cuda_graph is set and the device is cpu"),
+        ("cpu", 1, True, "cuda_graph is set and the device is cpu"),
+        ("cuda", 0, None, "sees no GPU here"),
+        ("cuda:1", 1, None, "there are 1 GPUs, numbered from 0"),
+        ("tpu", 1, None, "must be auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_a_device_that_cannot_is_told(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, asked: bool | None, told: str
+) -> None:
+    _machine_with(monkeypatch, gpus)
+    with pytest.raises(ValueError, match=told):
+        decided(CompareConfig(models=("gpt2",), device=device, cuda_graph=asked))
+
+
+def test_a_backend_and_token_files_that_are_not_there_are_told(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "*.bin")
+    for changes, told in (
+        ({"attention_backend": "triiton"}, "backend must be one of auto, .* got 'triiton'"),
+        ({"input_bin": nowhere}, "no file matches"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            decided(CompareConfig(models=("gpt2",), device="cpu", **changes))  # type: ignore[arg-type]
+    write_token_file(tmp_path / "a.bin", np.arange(100), vocab_size=257)
+    decided(CompareConfig(models=("gpt2",), device="cpu", attention_backend="sdpa", input_bin=nowhere))
+
+
+def _machine_with(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
 
 
 def test_the_command_that_repeats_it_is_one_that_the_command_line_takes(

@@ -11,11 +11,10 @@ import pytest
 
 from tileflash.compare import plots
 from tileflash.compare.figures import Comparison
-from tileflash.compare.plan import BASELINE, FLASH, CompareConfig, Run, Setting
+from tileflash.compare.plan import BASELINE, FLASH, Run, Setting
 from tileflash.compare.report import Findings, build_report
 from tileflash.compare.report_html import to_html
 from tileflash.compare.report_markdown import to_markdown
-from tileflash.compare.results import Outcome, RunResult
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 LANGUAGES = ("en", "zh")
@@ -59,34 +58,6 @@ class Checker(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
             self.text.append(data)
-
-
-@pytest.fixture
-def findings(make_result: Callable[..., RunResult]) -> Callable[..., Findings]:
-    """gpt2 at 64 (faster), 256 (flash failed once), 1024 (baseline out of memory), 4096 (both), 8192 (not run)."""
-
-    def make(language: str = "en", **changes: object) -> Findings:
-        settings: dict[str, object] = {"lengths": (64, 256, 1024, 4096, 8192), "repeats": 2, "num_iteration": 4}
-        config = CompareConfig(models=("gpt2",), language=language, **{**settings, **changes})  # type: ignore[arg-type]
-        by_length = {s.sequence_length: s for s in config.length_settings("gpt2")}
-        public = config.public_settings()
-        results = []
-        for setting in {*public, by_length[64]}:
-            for repeat in (1, 2):
-                results.append(
-                    make_result(setting, BASELINE, repeat, (99.0, *[20.0 + repeat] * (setting.num_iteration - 1)))
-                )
-                results.append(
-                    make_result(setting, FLASH, repeat, (99.0, *[10.0 + repeat] * (setting.num_iteration - 1)))
-                )
-        results += [make_result(by_length[256], BASELINE), make_result(by_length[256], FLASH)]
-        results.append(make_result(by_length[256], FLASH, 2, outcome=Outcome.FAILED, exit_status=1))
-        results.append(make_result(by_length[1024], BASELINE, outcome=Outcome.OUT_OF_MEMORY, exit_status=3))
-        results.append(make_result(by_length[1024], FLASH))
-        results += [make_result(by_length[4096], s, outcome=Outcome.OUT_OF_MEMORY) for s in (BASELINE, FLASH)]
-        return Findings(config, {result.run: result for result in results}, 24)
-
-    return make
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -229,7 +200,9 @@ def test_plots_are_xml_without_addresses_and_mark_out_of_memory(
 
 def test_the_loss_plot_names_the_largest_difference(make_comparison: Callable[..., Comparison]) -> None:
     svg = plots.losses(make_comparison([1.0], [1.0], losses=((5.0, 4.0, 3.0, 2.0), (5.0, 4.25, 3.0, 2.0))))
-    assert "largest: 2.5e-01 at step 2" in " ".join(ElementTree.fromstring(svg).itertext())
+    assert "largest for its loss: 2.5e-01 at step 2 (expected: 5.0e-02)" in " ".join(
+        ElementTree.fromstring(svg).itertext()
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0])

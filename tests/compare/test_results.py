@@ -36,6 +36,25 @@ def test_a_finished_run(config: CompareConfig, write_log: WriteLog) -> None:
     assert (result.environment, result.parameters, result.attention) == ({"gpu": "G"}, 7, "cudnn")
 
 
+@pytest.mark.parametrize(
+    ("start", "captured"),
+    [
+        ({"cuda_graph": True, "config": {"cuda_graph": None}}, True),
+        ({"cuda_graph": False, "config": {"cuda_graph": None}}, False),
+        ({"config": {"cuda_graph": False}}, False),  # of before the value in force was logged
+        ({"config": {"cuda_graph": None}}, None),
+        ({"cuda_graph": "yes"}, None),
+        ({}, None),
+    ],
+)
+def test_whether_steps_were_a_cuda_graph(
+    config: CompareConfig, write_log: WriteLog, start: dict[str, object], captured: bool | None
+) -> None:
+    result = read_run(RUN, write_log(config, RUN, [{"event": "start", **start}, *STEPS, END]))
+    assert result is not None
+    assert result.cuda_graph is captured
+
+
 def test_no_log_and_no_record_are_no_result(config: CompareConfig, write_log: WriteLog, tmp_path: Path) -> None:
     assert read_run(RUN, tmp_path / "absent.jsonl") is None
     assert read_run(RUN, write_log(config, RUN, [*STEPS, END], record=False)) is None

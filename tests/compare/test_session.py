@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tileflash.bench.ledger import Line, read
 from tileflash.compare.plan import BASELINE, FLASH, CompareConfig, Run, plan
 from tileflash.compare.session import compare
 
@@ -148,6 +147,36 @@ def test_continue_does_not_take_runs_made_with_other_arguments(
     assert "[4/4]" in shown
 
 
+@pytest.mark.parametrize("made_with", [[], ["--cuda-graph"]])
+def test_continue_does_not_take_runs_whose_steps_were_another_kind(
+    small_config: MakeConfig, fake_trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, made_with: list[str]
+) -> None:
+    """Left to the default, which here is no graph: not those of a graph, nor those of before the flag was passed."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = small_config(repeats=1, cuda_graph=None, resume=True)
+    _compare(config, fake_trainer())
+    assert "taking up 4 finished runs of 4" in _compare(config, fake_trainer())[1]
+    for log in (config.output / "runs").glob("*.jsonl"):
+        *events, record = log.read_text().splitlines()
+        arguments = json.loads(record)["arguments"]
+        place = arguments.index("--no-cuda-graph")
+        arguments[place : place + 1] = made_with
+        log.write_text("\n".join([*events, json.dumps({**json.loads(record), "arguments": arguments})]) + "\n")
+    _, shown = _compare(config, fake_trainer())
+    assert "taking up" not in shown
+    assert "[4/4]" in shown
+
+
+def test_a_graph_without_a_gpu_is_refused_before_the_first_run(
+    small_config: MakeConfig, fake_trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = small_config(cuda_graph=True)
+    with pytest.raises(ValueError, match="cuda_graph is set and the device is cpu"):
+        _compare(config, fake_trainer())
+    assert not config.output.exists()
+
+
 def test_a_new_comparison_keeps_the_last_ones_runs_aside(small_config: MakeConfig, fake_trainer: FakeTrainer) -> None:
     config = small_config(repeats=1)
     _compare(config, fake_trainer())
@@ -171,7 +200,7 @@ import json, sys
 from pathlib import Path
 from tileflash.compare.plan import CompareConfig
 from tileflash.compare.session import compare
-config = CompareConfig(models=("gpt2",), lengths=(64, 256), repeats=2, num_iteration=5, public_setting=False,
+config = CompareConfig(models=("gpt2",), lengths=(64, 256), repeats=2, num_iteration=5, public_setting=False, cuda_graph=False,
                        output=Path(sys.argv[1]))
 sys.exit(compare(config, command=json.loads(sys.argv[2])))
 """
@@ -205,61 +234,6 @@ def _wait_for(path: Path) -> None:
     while not (path.is_file() and path.stat().st_size):
         assert time.monotonic() < deadline, f"{path} never came"
         time.sleep(0.05)
-
-
-def test_the_ledger_gets_each_figure_once(small_config: MakeConfig, fake_trainer: FakeTrainer, tmp_path: Path) -> None:
-    ledger = tmp_path / "results" / "train.jsonl"
-    config = small_config(ledger=ledger, resume=True)
-    command = fake_trainer(out_of_memory=["baseline:256"])
-    assert _compare(config, command)[0] == 0
-    lines = read(ledger)
-    assert len(lines) == 2 * 2 * 3  # lengths, schemes, metrics
-    assert {line.suite for line in lines} == {"train"}
-    assert {line.gpu for line in lines} == {"Fake GPU"}
-    assert len({line.run for line in lines}) == 1
-    of_64 = _line(lines, 64, "baseline", "step_ms")
-    assert of_64.case == {"model": "gpt2", "batch": 4, "seq": 64, "dtype": "bfloat16"}
-    # 10 + 4 * 1 + 64^2 / 65536 = 14.0625 ms, one per cent less in the first repeat.
-    assert of_64.median == pytest.approx(14.0625 * 0.995)
-    assert (of_64.low, of_64.high) == (pytest.approx(14.0625 * 0.99), pytest.approx(14.0625))
-    assert of_64.repeats == 2
-    assert _line(lines, 64, "flash", "tokens_per_s").median is not None
-    out_of_memory = _line(lines, 256, "baseline", "peak_bytes")
-    assert (out_of_memory.median, out_of_memory.flags) == (None, ("out_of_memory",))
-
-    status, shown = _compare(config, command)
-    assert status == 0
-    assert "0 lines added" in shown
-    assert read(ledger) == lines
-
-
-def test_a_comparison_taken_up_adds_to_its_sitting(
-    small_config: MakeConfig, fake_trainer: FakeTrainer, tmp_path: Path
-) -> None:
-    ledger = tmp_path / "train.jsonl"
-    for repeats in (1, 2):
-        assert _compare(small_config(ledger=ledger, resume=True, repeats=repeats), fake_trainer())[0] == 0
-    lines = read(ledger)
-    assert [line.repeats for line in lines] == [1] * 12 + [2] * 12
-    assert len({line.run for line in lines}) == 1
-
-
-def _line(lines: list[Line], length: int, variant: str, metric: str) -> Line:
-    found = [li for li in lines if li.case["seq"] == length and (li.variant, li.metric) == (variant, metric)]
-    assert len(found) == 1
-    return found[0]
-
-
-def test_an_interrupted_comparison_leaves_the_ledger_alone(
-    small_config: MakeConfig, fake_trainer: FakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tileflash.compare.session.execute", interrupt)
-    config = small_config(ledger=tmp_path / "train.jsonl")
-    assert _compare(config, fake_trainer())[0] == 130
-    assert not (tmp_path / "train.jsonl").exists()
 
 
 def test_the_demo_fails_when_losses_do_not_fall(small_config: MakeConfig, fake_trainer: FakeTrainer) -> None:

@@ -74,6 +74,15 @@ def test_a_clean_run_says_so_and_is_in_the_ledger(tmp_path: Path) -> None:
     assert line.case == {"problems": 6, "seed": 0}
 
 
+def test_a_file_that_is_no_ledger_is_left_alone_and_nothing_is_judged(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("years of work\n")
+    status, out, error = _run("--backend", "tiled", "--problems", 6, "--workers", 0, "--variants", 3, "--ledger", notes)
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    assert "notes.md is no ledger that lines could be appended to: " in error
+    assert notes.read_text() == "years of work\n"
+
+
 def test_processes_do_the_same_problems(tmp_path: Path) -> None:
     status, out, error = _run("--backend", "tiled", "--problems", 6, "--workers", 2, "--variants", 4)
     assert (status, error) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def test_a_captured_step_trains_as_an_eager_one_does(tmp_path: Path, model: str,
     settings = {"model": model, "flash": flash, "dtype": "float32", "num_iteration": 8, "total_batch_size": 512}
     for name, captured in (("eager", False), ("graph", True)):
         train(config(tmp_path, **settings, cuda_graph=captured, warmup_iterations=3, log_json=str(tmp_path / name)))
+        assert json.loads((tmp_path / name).read_text().splitlines()[0])["cuda_graph"] is captured
     eager, graph = (np.array(numbers(tmp_path / name)) for name in ("eager", "graph"))
     assert len(graph) == 8
     np.testing.assert_allclose(graph, eager, rtol=1e-4, atol=1e-6)

@@ -12,7 +12,7 @@ import torch
 from support.plain_recorder import OUT_OF_MEMORY, PlainRecorder
 from tileflash.train import GraphCaptureError, TrainConfig, TrainingOutOfMemoryError, train
 from tileflash.train.graph import CapturedStep
-from tileflash.train.setup import use_cuda_graph
+from tileflash.train.setup import cuda_graph_in_force
 
 Make = Callable[..., TrainConfig]
 RATE = 2.0**-7  # the same in fp32, which a captured step has it in
@@ -35,7 +35,7 @@ def test_where_steps_are_captured(
     monkeypatch, wanted: bool | None, device: torch.device, hip: str | None, used: bool
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert use_cuda_graph(wanted, device) is used
+    assert cuda_graph_in_force(wanted, device) is used
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def as_on_a_gpu(monkeypatch) -> Callable[[PlainRecorder], None]:
     """Lets runs on the CPU capture their steps, with the recorder that is given."""
 
     def use(recorder: PlainRecorder) -> None:
-        monkeypatch.setattr("tileflash.train.setup.use_cuda_graph", lambda wanted, device: wanted is not False)
+        monkeypatch.setattr("tileflash.train.setup.cuda_graph_in_force", lambda wanted, device: wanted is not False)
         captured = functools.partial(CapturedStep, recorder=recorder)
         monkeypatch.setattr("tileflash.train.trainer.CapturedStep", captured)
 

@@ -10,7 +10,7 @@ from torch import nn
 from tileflash.models import build_model, model_config, unfused_attention
 from tileflash.train import TrainConfig
 from tileflash.train.optimizer import build_optimizer
-from tileflash.train.setup import prepare_setup
+from tileflash.train.setup import cuda_graph_in_force, find_device, prepare_setup
 from tileflash.train.step import Limits, compute, forward_backward, token_loss_sum, train_step
 
 OPEN = Limits(3e38, 3e38)
@@ -176,3 +176,32 @@ def test_numbers_may_lie_on_the_device() -> None:
 def test_a_captured_step_is_refused_without_a_gpu() -> None:
     with pytest.raises(ValueError, match="cuda_graph is set and the device is cpu"):
         prepare_setup(TrainConfig(model="gpt2-tiny", cuda_graph=True, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "in_force"),
+    [(None, "cpu", False), (False, "cpu", False), (None, "cuda", True), (False, "cuda:1", False), (True, "cuda", True)],
+)
+def test_whether_a_step_is_captured(asked: bool | None, device: str, in_force: bool) -> None:
+    assert cuda_graph_in_force(asked, torch.device(device)) is in_force
+
+
+def test_a_device_is_found_without_being_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+
+    def touched(*arguments: object) -> None:
+        raise AssertionError("a context on the GPU takes its memory")
+
+    for name in ("current_device", "set_device", "init", "_lazy_init"):
+        monkeypatch.setattr(f"torch.cuda.{name}", touched)
+    assert find_device("auto") == find_device("cuda") == torch.device("cuda")
+    assert find_device("cuda:1") == torch.device("cuda", 1)
+    assert find_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match='device is "cuda:2": there are 2 GPUs, numbered from 0'):
+        find_device("cuda:2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert find_device("auto") == torch.device("cpu")
+    for name, told in {"cuda": "sees no GPU here", "tpu": "must be auto, cpu, cuda or cuda:N"}.items():
+        with pytest.raises(ValueError, match=told):
+            find_device(name)

@@ -109,6 +109,8 @@ def test_log_line_and_events(tmp_path: Path, tiny: Make, capsys: pytest.CaptureF
     assert start["event"] == "start"
     assert start["config"]["total_batch_size"] == 64
     assert start["environment"]["torch"] == torch.__version__
+    assert (start["device"], start["dtype"]) == ("cpu", "float32")
+    assert (start["config"]["cuda_graph"], start["cuda_graph"]) == (None, False), "what is in force, not what was asked"
     # 257 x 32 embedding, 32 x 32 positions, one layer of 12 C^2 + 13 C, the last norm 2 C.
     assert start["parameters"] == 257 * 32 + 32 * 32 + 12 * 32**2 + 13 * 32 + 2 * 32
     assert (end["event"], end["status"], end["message"]) == ("end", "finished", result.message)

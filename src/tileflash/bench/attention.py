@@ -12,6 +12,7 @@ import torch
 
 from tileflash.bench.attention_check import Judge
 from tileflash.bench.attention_variants import Attention, Trial, attempt, attention_variant
+from tileflash.bench.flags import FAILED, FASTER_THAN_LIMIT, WRONG_RESULT
 from tileflash.bench.ledger import CaseValue, Line
 from tileflash.bench.roofline import AttentionWork, Direction, attention_work
 from tileflash.bench.sitting import Sitting
@@ -186,12 +187,12 @@ def _measure(
     for name, function in functions.items():
         call, trial = _prepare(case, function, q, k, v, d_out)
         if trial.result is None:
-            cells[name] = Cell(name, None, (trial.flag or "failed",), trial.reason)
+            cells[name] = Cell(name, None, (trial.flag or FAILED,), trial.reason)
             continue
         names = ("out",) if case.direction == "forward" else ("dq", "dk", "dv")
         complaint = judge.complaint(**dict(zip(names, trial.result, strict=True)))
         if complaint:
-            cells[name] = Cell(name, None, ("wrong_result",), complaint)
+            cells[name] = Cell(name, None, (WRONG_RESULT,), complaint)
         else:
             calls[name] = call
     del judge
@@ -199,7 +200,7 @@ def _measure(
         for name, timing in compare(calls, clock, baseline=suite.baseline, plan=suite.timing).items():
             broken = impossible(timing.time_ms.low, limit_ms)
             reason = f"{timing.time_ms.low:.4g} ms, faster than the limit of {limit_ms:.4g} ms" if broken else ""
-            cells[name] = Cell(name, timing, ("faster_than_limit",) if broken else (), reason)
+            cells[name] = Cell(name, timing, (FASTER_THAN_LIMIT,) if broken else (), reason)
     return tuple(cells[name] for name in functions)
 
 

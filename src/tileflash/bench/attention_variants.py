@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tileflash.bench.flags import FAILED, OUT_OF_MEMORY, UNSUPPORTED
+
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 _OURS = "tileflash-"
 _LONGEST_REASON = 400
@@ -84,11 +86,11 @@ def attempt(call: Callable[[], tuple[torch.Tensor, ...]]) -> Trial:
         try:
             return Trial(call())
         except torch.OutOfMemoryError as error:
-            return Trial(None, "out_of_memory", _words(error))
+            return Trial(None, OUT_OF_MEMORY, _words(error))
         except Exception as error:  # a compiler's or a driver's error has no common base
             reasons = [_words(error), *(_words(warning.message) for warning in caught)]
             refused = isinstance(error, ValueError | NotImplementedError) or any(w in str(error) for w in _REFUSALS)
-            return Trial(None, "unsupported" if refused else "failed", "; ".join(dict.fromkeys(reasons)))
+            return Trial(None, UNSUPPORTED if refused else FAILED, "; ".join(dict.fromkeys(reasons)))
 
 
 def _words(error: object) -> str:

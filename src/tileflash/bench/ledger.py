@@ -118,6 +118,18 @@ def from_json(text: str) -> Line:
     return Line(**record)
 
 
+def require_ledger(path: str | os.PathLike[str]) -> None:
+    """ValueError where `path` holds something that is no ledger: asked before the measurement, not after it."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise ValueError("it is a directory")
+        if path.is_file():
+            _read_file(path)
+    except ValueError as error:  # a text that is not UTF-8 is one as well
+        raise ValueError(f"{path} is no ledger that lines could be appended to: {error}") from None
+
+
 def append(path: str | os.PathLike[str], lines: Iterable[Line]) -> int:
     """Append lines with a single write, so that processes which share a ledger never mix theirs; returns how many."""
     path = Path(path)

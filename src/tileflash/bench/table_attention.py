@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tileflash.bench.attention import SUITE, work_of
+from tileflash.bench.footnotes import Footnotes, without_figure
 from tileflash.bench.ledger import CaseValue, Line
 from tileflash.bench.markdown import newest_runs, provenance, spread, table
 from tileflash.bench.statistic import geometric_mean
@@ -33,14 +34,14 @@ def _run(lines: list[Line], words: Words) -> str:
     headings += [words.tflops.format(variant=variant) for variant in variants]
     headings += [words.ratio.format(variant=variant, baseline=baseline) for variant in compared]
     headings.append(words.limit)
-    rows = []
+    rows, footnotes = [], Footnotes(words)
     for shape in shapes:
         row = [str(shape[0]), words.masks.get(shape[1], shape[1]), str(shape[2])]
-        row += [_tflops(times.get((shape, variant)), words) for variant in variants]
-        row += [_ratio(ratios.get((shape, variant))) for variant in compared]
+        row += [_tflops(times.get((shape, variant)), words, footnotes) for variant in variants]
+        row += [_ratio(ratios.get((shape, variant)), footnotes) for variant in compared]
         row.append(_limit([times[key] for key in times if key[0] == shape]))
         rows.append(row)
-    parts = [table(headings, rows, left=3)]
+    parts = [table(headings, rows, left=3), *([legend] if (legend := footnotes.legend()) else [])]
     means = [_mean(variant, str(baseline), list(ratios.values()), words) for variant in compared]
     parts.append(" ".join([mean for mean in means if mean] + [_note(lines, words)]))
     parts.append(provenance(lines, _command(lines, variants, baseline), words))
@@ -54,13 +55,12 @@ def _shape(case: object) -> _Shape:
     return int(case["head_dim"]), str(case["mask"]), int(case["seq"])
 
 
-def _tflops(line: Line | None, words: Words) -> str:
+def _tflops(line: Line | None, words: Words, footnotes: Footnotes) -> str:
     if line is None:
         return "–"
-    flags = ", ".join(words.flags.get(flag, flag) for flag in line.flags)
     if line.median is None:
-        return flags
-    return f"{_number(work_of(line.case).tflops(line.median))} {flags}".rstrip()
+        return without_figure(line, words)
+    return footnotes.marked(_number(work_of(line.case).tflops(line.median)), line)
 
 
 def _limit(lines: list[Line]) -> str:
@@ -68,10 +68,10 @@ def _limit(lines: list[Line]) -> str:
     return _number(work_of(known[0].case).tflops(float(known[0].limit or 0.0))) if known else "–"
 
 
-def _ratio(line: Line | None) -> str:
+def _ratio(line: Line | None, footnotes: Footnotes) -> str:
     if line is None or line.median is None:
         return "–"
-    return spread(f"{line.median:.2f}x", f"{line.low:.2f}", f"{line.high:.2f}")
+    return footnotes.marked(spread(f"{line.median:.2f}x", f"{line.low:.2f}", f"{line.high:.2f}"), line)
 
 
 def _mean(variant: str, baseline: str, ratios: list[Line], words: Words) -> str:

@@ -15,7 +15,7 @@ from tileflash.bench.table_words import Words
 def attention_summary_block(lines: Sequence[Line], words: Words) -> str:
     """For each GPU and direction, the geometric mean over all lengths and masks of each variant's speed relative to
     the baseline, by head dimension and over all. Empty without lines."""
-    chosen = [line for line in lines if line.suite == SUITE and line.metric.startswith(RATIO) and not line.flags]
+    chosen = [line for line in lines if line.suite == SUITE and line.metric.startswith(RATIO)]
     return "\n\n".join(_run(run, words) for run in newest_runs(chosen))
 
 
@@ -28,8 +28,11 @@ def _run(lines: list[Line], words: Words) -> str:
         for head_dim in dict.fromkeys(str(line.case["head_dim"]) for line in own):
             rows.append([words.directions[direction], head_dim, *_means(own, variants, head_dim)])
         rows.append([words.directions[direction], words.all_points, *_means(own, variants, None)])
+    note = words.summary_note.format(gpu=lines[0].gpu)
+    if flagged := sum(bool(line.flags) for line in lines):
+        note += words.summary_flagged.format(count=flagged)
     headings = ["", "d", *(words.ratio.format(variant=variant, baseline=baseline) for variant in variants)]
-    return "\n\n".join([table(headings, rows, left=2), words.summary_note.format(gpu=lines[0].gpu)])
+    return "\n\n".join([table(headings, rows, left=2), note])
 
 
 def _means(lines: list[Line], variants: list[str], head_dim: str | None) -> list[str]:
@@ -38,7 +41,10 @@ def _means(lines: list[Line], variants: list[str], head_dim: str | None) -> list
         values = [
             line.median
             for line in lines
-            if line.variant == variant and line.median is not None and head_dim in (None, str(line.case["head_dim"]))
+            if line.variant == variant
+            and line.median is not None
+            and not line.flags
+            and head_dim in (None, str(line.case["head_dim"]))
         ]
         cells.append(f"{geometric_mean(values):.2f}x" if values else "–")
     return cells

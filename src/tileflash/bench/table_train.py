@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tileflash.bench.footnotes import Footnotes, without_figure
 from tileflash.bench.ledger import Line
 from tileflash.bench.markdown import newest_runs, provenance, spread, table
 from tileflash.bench.table_words import Words
@@ -29,7 +30,7 @@ def _run(lines: list[Line], words: Words) -> str:
     for heading in (words.step_ms, words.tokens_per_s, words.peak_mb):
         headings += [heading.format(variant=name) for name in names]
     headings += [words.speed_up, words.memory_saving]
-    rows = []
+    rows, footnotes = [], Footnotes(words)
     for case in cases:
         row = [
             case[0],
@@ -37,29 +38,37 @@ def _run(lines: list[Line], words: Words) -> str:
             _runs([found.get((case, variant, "step_ms")) for variant in _VARIANTS]),
         ]
         for metric in ("step_ms", "tokens_per_s", "peak_bytes"):
-            row += [_cell(found.get((case, variant, metric)), metric, words) for variant in _VARIANTS]
+            row += [_cell(found.get((case, variant, metric)), metric, words, footnotes) for variant in _VARIANTS]
         step, peak = (
             [found.get((case, variant, metric)) for variant in _VARIANTS] for metric in ("step_ms", "peak_bytes")
         )
-        row += [_speed_up(*step), _saving(*peak)]
+        row += [_ratio(_speed_up(*step), step, footnotes), _ratio(_saving(*peak), peak, footnotes)]
         rows.append(row)
     dtypes = ", ".join(dict.fromkeys(str(line.case["dtype"]) for line in lines))
-    note = words.train_note.format(dtype=dtypes)
-    return "\n\n".join([table(headings, rows, left=2), note, provenance(lines, _command(lines), words)])
+    graph = _cuda_graph(lines)
+    note = words.train_note.format(dtype=dtypes, graph="" if graph is None else words.cuda_graph[graph])
+    parts = [table(headings, rows, left=2), footnotes.legend(), note, provenance(lines, _command(lines), words)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _case(line: Line) -> _Case:
     return str(line.case["model"]), int(line.case["batch"]), int(line.case["seq"])
 
 
-def _cell(line: Line | None, metric: str, words: Words) -> str:
+def _cell(line: Line | None, metric: str, words: Words, footnotes: Footnotes) -> str:
     if line is None:
         return _NONE
     if line.median is None:
-        return ", ".join(words.flags.get(flag, flag) for flag in line.flags)
+        return without_figure(line, words)
     if metric == "step_ms":
-        return f"{line.median:,.2f}"
-    return f"{line.median:,.0f}" if metric == "tokens_per_s" else f"{line.median / _BYTES_PER_MB:,.0f}"
+        return footnotes.marked(f"{line.median:,.2f}", line)
+    value = line.median if metric == "tokens_per_s" else line.median / _BYTES_PER_MB
+    return footnotes.marked(f"{value:,.0f}", line)
+
+
+def _ratio(text: str, lines: Sequence[Line | None], footnotes: Footnotes) -> str:
+    """A ratio is as good as the figures that it is of."""
+    return text if text == _NONE else footnotes.marked(text, *lines)
 
 
 def _runs(lines: list[Line | None]) -> str:
@@ -104,11 +113,18 @@ def _quotients(above: Line | None, below: Line | None) -> tuple[float, float, fl
     return above.median / below.median, above.low / below.high, above.high / below.low
 
 
+def _cuda_graph(lines: list[Line]) -> bool | None:
+    """Whether the steps were CUDA graphs; None where the lines (of before it was recorded) do not say, or not as one."""
+    found = {line.case.get("cuda_graph") for line in lines}
+    return bool(found.pop()) if found in ({True}, {False}) else None
+
+
 def _command(lines: list[Line]) -> str:
     models = " ".join(dict.fromkeys(str(line.case["model"]) for line in lines))
     lengths = ",".join(map(str, sorted({int(line.case["seq"]) for line in lines})))
     batches = {int(line.case["batch"]) for line in lines}
     batch = f" --batch-size {batches.pop()}" if len(batches) == 1 else ""
     device = " --device cpu" if lines[0].gpu.startswith("CPU") else ""
+    graph = {True: " --cuda-graph", False: " --no-cuda-graph", None: ""}[_cuda_graph(lines)]
     repeats = max(line.repeats for line in lines)
-    return f"tileflash compare {models} --lengths {lengths}{batch} --repeats {repeats}{device}"
+    return f"tileflash compare {models} --lengths {lengths}{batch} --repeats {repeats}{device}{graph}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from tileflash.bench.flags import FLAG_WORDS, FlagWords
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,10 @@ class Words:
     directions: dict[str, str]
     all_points: str
     summary_note: str
-    out_of_memory: str
-    flags: dict[str, str]
+    summary_flagged: str
+    flags: Mapping[str, FlagWords]
+    flag_note: str
+    flag_unknown: str
     model: str
     batch_by_sequence: str
     runs: str
@@ -32,6 +37,7 @@ class Words:
     provenance: str
     attention_note: str
     train_note: str
+    cuda_graph: Mapping[bool, str]
     nothing: str
 
 
@@ -44,15 +50,11 @@ _ENGLISH = Words(
     directions={"forward": "forward", "backward": "backward"},
     all_points="all",
     summary_note="Geometric means over full and causal masks and all lengths on one {gpu}; every point is in the long tables.",
+    summary_flagged=" Flagged figures that are left out: {count}.",
     mean="Geometric mean of {variant} / {baseline}: **{ratio}** over {points} points.",
-    out_of_memory="out of memory",
-    flags={
-        "unsupported": "unsupported",
-        "failed": "failed",
-        "wrong_result": "wrong result",
-        "faster_than_limit": "impossible: faster than the limit",
-        "out_of_memory": "out of memory",
-    },
+    flags=FLAG_WORDS["en"],
+    flag_note="{short} (`{flag}`): {meaning}.",
+    flag_unknown="`{flag}`: a flag of the ledger that this version has no words for.",
     model="model",
     batch_by_sequence="batch × sequence",
     runs="runs",
@@ -68,10 +70,11 @@ _ENGLISH = Words(
         "halved when causal; ratios are of speeds, median (lowest – highest) of {rounds} interleaved rounds."
     ),
     train_note=(
-        "{dtype}; median of the runs of each scheme, each in its own process; speed-up = baseline / flash in ms a "
+        "{dtype}{graph}; median of the runs of each scheme, each in its own process; speed-up = baseline / flash in ms a "
         "step, memory saving = 1 - flash / baseline of the peak (MB = 2^20 bytes), with the lowest – highest that the "
         "runs allow. Of a single run no spread is known."
     ),
+    cuda_graph={True: "; each step one CUDA graph", False: "; no CUDA graphs"},
     nothing="*No measurement yet. Make one: `{command}`*",
 )
 
@@ -84,15 +87,11 @@ _CHINESE = Words(
     directions={"forward": "前向", "backward": "反向"},
     all_points="全部",
     summary_note="在一块 {gpu} 上对完整与因果掩码、全部长度取的几何平均；每个测点见下面的长表。",
+    summary_flagged="{count} 个带标记的数值未计入。",
     mean="{variant} / {baseline} 的几何平均：**{ratio}**（{points} 个测点）。",
-    out_of_memory="显存不足",
-    flags={
-        "unsupported": "不支持",
-        "failed": "失败",
-        "wrong_result": "结果错误",
-        "faster_than_limit": "不可能：快于物理上限",
-        "out_of_memory": "显存不足",
-    },
+    flags=FLAG_WORDS["zh"],
+    flag_note="{short}（`{flag}`）：{meaning}。",
+    flag_unknown="`{flag}`：此版本未收录的 ledger 标记。",
     model="模型",
     batch_by_sequence="批大小 × 序列长度",
     runs="运行次数",
@@ -108,9 +107,10 @@ _CHINESE = Words(
         "比值为速度之比，取 {rounds} 轮交错测量的中位数（最低 – 最高）。"
     ),
     train_note=(
-        "{dtype}；各方案所列次数的运行的中位数，每次独立进程；加速比 = 基线 / flash 的每步毫秒，显存节省 = 1 - flash / 基线的"
+        "{dtype}{graph}；各方案所列次数的运行的中位数，每次独立进程；加速比 = 基线 / flash 的每步毫秒，显存节省 = 1 - flash / 基线的"
         "峰值（MB = 2^20 字节），括号内为各次运行所容许的最低 – 最高；只运行一次时，波动范围未知。"
     ),
+    cuda_graph={True: "；每一步均为一个 CUDA graph", False: "；未使用 CUDA graph"},
     nothing="*尚无测量数据。运行：`{command}`*",
 )
 

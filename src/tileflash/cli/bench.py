@@ -97,11 +97,13 @@ def _run_attention(suite: AttentionSuite, output: Path | None) -> int:
     from rich.progress import Progress
 
     from tileflash.bench.attention import run_suite
-    from tileflash.bench.ledger import append
+    from tileflash.bench.ledger import append, require_ledger
     from tileflash.bench.sitting import Sitting
     from tileflash.bench.timing import clock_for
     from tileflash.environment import environment
 
+    if output is not None:
+        require_ledger(output)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     clock, cases = clock_for(suite.device), suite.cases()
     sitting = Sitting.begin(environment(suite.device))
@@ -133,6 +135,7 @@ def _print_attention(
     console: Console, errors: Console, suite: AttentionSuite, results: list[CaseResult], output: Path | None
 ) -> int:
     from tileflash.bench.attention_summary import contradictions, geometric_means
+    from tileflash.bench.flags import FASTER_THAN_LIMIT, WRONG_RESULT
 
     for direction in suite.directions:
         if chosen := [result for result in results if result.case.direction == direction]:
@@ -150,9 +153,7 @@ def _print_attention(
     broken = contradictions(results)
     for contradiction in broken:
         errors.print(f"error: {contradiction}", markup=False)
-    wrong = {"wrong_result", "faster_than_limit"} & {
-        f for result in results for cell in result.cells for f in cell.flags
-    }
+    wrong = {WRONG_RESULT, FASTER_THAN_LIMIT} & {f for result in results for cell in result.cells for f in cell.flags}
     return 1 if broken or wrong else 0
 
 

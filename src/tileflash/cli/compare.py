@@ -86,7 +86,7 @@ def compare(
         typer.Option(
             "--cuda-graph/--no-cuda-graph",
             help="both schemes replay their step from CUDA graphs: what is measured is the GPU, not the host",
-            show_default="the trainer's: on an NVIDIA GPU",
+            show_default="on an NVIDIA GPU yes, elsewhere no",
         ),
     ] = None,
     output: Annotated[

@@ -98,9 +98,12 @@ def _replay(text: str, backends: tuple[str, ...], device: str) -> int:
 def _run(plan: FuzzPlan, ledger: Path | None) -> int:
     from rich.console import Console
 
+    from tileflash.bench.ledger import require_ledger
     from tileflash.fuzz.report import Progress, failure_text, ledger_line, summary
     from tileflash.fuzz.session import first_of_each, run_session, shrink_failures
 
+    if ledger is not None:
+        require_ledger(ledger)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     with Progress(errors, plan) as progress:
         outcome = run_session(plan, progress.tell)

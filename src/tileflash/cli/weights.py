@@ -51,6 +51,7 @@ def convert(
             help="LLaMA-3 .bin: store the header's fractions as floats, as InfiniTrain reads them (llmc).",
         ),
     ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the weights already there.")] = False,
 ) -> None:
     """Convert weights: Hugging Face safetensors to llm.c .bin or the other way, or a trained model to either.
 
@@ -67,6 +68,7 @@ def convert(
     from ..train.export import holds_checkpoints, load_trained
     from ..weights import load_weights, open_weights, save_huggingface, save_llmc
 
+    _require_room(destination, to, overwrite)
     if holds_checkpoints(source):
         model, checkpoint = load_trained(source, typer.echo)
         typer.echo(f"taking {checkpoint}")
@@ -82,6 +84,22 @@ def convert(
     else:
         save_huggingface(model, destination, max_shard_bytes=max_shard_bytes)
     typer.echo(f"wrote {destination} ({to.value}, {str(wanted).removeprefix('torch.')})")
+
+
+def _require_room(destination: Path, to: Format, overwrite: bool) -> None:
+    """Told before the source is read, which may take minutes."""
+    from ..weights import replaced_by_huggingface
+
+    wrong_kind = destination.is_dir() if to is Format.llmc else destination.is_file()
+    if wrong_kind:
+        is_now, must_be = ("a directory", "a file") if to is Format.llmc else ("a file", "a directory")
+        raise ValueError(f"{destination} is {is_now}; --to {to.value} must have the name of {must_be}")
+    if overwrite or not destination.exists():
+        return
+    there = [destination] if to is Format.llmc else replaced_by_huggingface(destination)
+    if there:
+        names = "is there" if to is Format.llmc else f"holds {', '.join(path.name for path in there)}"
+        raise ValueError(f"{destination} already {names}; choose another name, or pass `--overwrite`")
 
 
 @weights_app.command("show")

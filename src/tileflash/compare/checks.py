@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tileflash.compare import numbers
-from tileflash.compare.conclusions import loss_tolerance, losses_agree
 from tileflash.compare.figures import Comparison, losses_fell
 from tileflash.compare.plan import SCHEMES, model_name
 
@@ -23,9 +22,9 @@ def _of(comparison: Comparison) -> list[str]:
     if gap is None:
         return [f"{name}: no pair of finished runs to compare"]
     lines = []
-    if not losses_agree(gap, setting.dtype):
-        tolerance = numbers.gap(loss_tolerance(gap, setting.dtype))
-        lines.append(f"{name}: the losses differ by {gap.largest:.1e} at step {gap.step}; must be at most {tolerance}")
+    if not gap.agrees:
+        size, tolerance = numbers.gap(gap.worst.size), numbers.gap(gap.worst.tolerance)
+        lines.append(f"{name}: the losses differ by {size} at step {gap.worst.step}; must be at most {tolerance}")
     for scheme in SCHEMES:
         figures = comparison.scheme(scheme)
         if not losses_fell(figures, DEMO_FALL_FRACTION):

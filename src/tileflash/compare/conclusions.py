@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 from tileflash.compare import numbers
-from tileflash.compare.figures import Comparison, LossGap, Measured
+from tileflash.compare.figures import Comparison, Measured
+from tileflash.compare.losses import LossGap
 from tileflash.compare.plan import BASELINE, FLASH, model_name
 from tileflash.compare.results import Outcome
 from tileflash.compare.texts import Texts
@@ -16,10 +17,6 @@ from tileflash.compare.texts import Texts
 # floor, which is what a clock and an allocator may do; with a single repeat there is none, so it is assumed.
 SPREAD_FLOOR = 0.005
 SINGLE_REPEAT_SPREAD = 0.05
-
-# How far the losses of both schemes may differ at any step: (absolute, as a fraction of the loss), whichever is more.
-# bfloat16 rounds to 0.4 %; a run whose loss leaps to 18 in its first steps shows it in full.
-LOSS_TOLERANCE = {"float32": (1e-4, 0.0), "bfloat16": (5e-2, 5e-3)}
 
 
 class Verdict(Enum):
@@ -167,40 +164,21 @@ def _oom_by_length(comparisons: list[Comparison], say: Texts) -> list[str]:
     return [say("across.oom", lengths=say.listed(where), what=say(key)) for key, where in lengths.items() if where]
 
 
-def losses_agree(gap: LossGap, dtype: str) -> bool:
-    """Whether the two losses differ by no more than rounding explains; false when one is not finite."""
-    return gap.largest <= loss_tolerance(gap, dtype)
-
-
-def loss_tolerance(gap: LossGap, dtype: str) -> float:
-    """The difference that rounding explains where the losses are furthest apart."""
-    absolute, fraction = LOSS_TOLERANCE[dtype]
-    return max(absolute, fraction * gap.loss)
-
-
 def _about_losses(comparisons: Sequence[Comparison], say: Texts) -> list[str]:
-    """One sentence a compute dtype, about the setting where the losses are furthest apart."""
-    worst: dict[str, tuple[float, Comparison, LossGap]] = {}
+    """One sentence a compute dtype, about the setting where the losses are furthest apart, in tolerances."""
+    worst: dict[str, tuple[Comparison, LossGap]] = {}
     for comparison in comparisons:
         gap, dtype = comparison.loss_gap, comparison.setting.dtype
-        if gap is not None:
-            size = math.inf if math.isnan(gap.largest) else gap.largest
-            if dtype not in worst or size > worst[dtype][0]:
-                worst[dtype] = (size, comparison, gap)
-    return [_about_gap(comparison, gap, say) for _, comparison, gap in worst.values()]
+        if gap is not None and (dtype not in worst or gap.worst.in_tolerances > worst[dtype][1].worst.in_tolerances):
+            worst[dtype] = (comparison, gap)
+    return [_about_gap(comparison, gap, say) for comparison, gap in worst.values()]
 
 
 def _about_gap(comparison: Comparison, gap: LossGap, say: Texts) -> str:
-    setting = comparison.setting
-    model, length = model_name(setting.model), setting.sequence_length
-    where = say("loss.where", model=model, length=length, step=gap.step)
-    if math.isnan(gap.largest):
+    setting, worst = comparison.setting, gap.worst
+    where = say("loss.where", model=model_name(setting.model), length=setting.sequence_length, step=worst.step)
+    if math.isnan(worst.size):
         return say("loss.not_finite", where=where)
-    if losses_agree(gap, setting.dtype):
-        key = "loss.agree"
-    elif gap.within_scheme is not None and gap.largest <= gap.within_scheme:
-        key = "loss.noise"
-    else:
-        key = "loss.differ"
-    tolerance = numbers.gap(loss_tolerance(gap, setting.dtype))
-    return say(key, gap=numbers.gap(gap.largest), where=where, tolerance=tolerance, dtype=setting.dtype)
+    key = "loss.agree" if gap.agrees else "loss.noise" if gap.is_noise else "loss.differ"
+    tolerance = numbers.gap(worst.tolerance)
+    return say(key, gap=numbers.gap(worst.size), where=where, tolerance=tolerance, dtype=setting.dtype)

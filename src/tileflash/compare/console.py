@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from rich.text import Text
 
 from tileflash.compare import numbers
 from tileflash.compare.figures import Comparison, Measured, latency_ms, tokens_per_s
+from tileflash.compare.losses import LossGap
 from tileflash.compare.plan import Run, model_name
-from tileflash.compare.report import Findings
+from tileflash.compare.report import Findings, graph_words
 from tileflash.compare.results import Outcome, RunResult
 from tileflash.compare.tables import length_label
+from tileflash.compare.texts import texts
 
 _SHORT = {None: "not run", Outcome.OUT_OF_MEMORY: "OOM", Outcome.TIMED_OUT: "timed out", Outcome.FAILED: "failed"}
 
@@ -73,10 +76,13 @@ class Display:
 
 
 def show_end(console: Console, findings: Findings, paragraph: str, reports: list[Path]) -> None:
-    """The figures by model and length, the conclusion, and where the reports are."""
+    """The figures by model and length, whether steps were CUDA graphs, the conclusion, and where the reports are."""
+    say = texts(findings.config.language)
     for model in findings.config.models:
         comparisons = [c for c in findings.comparisons if c.setting.model == model]
         console.print(_table(model, comparisons))
+    if words := graph_words(findings, say):
+        console.print(Text(f"{say('row.cuda_graph')}: {words}"), soft_wrap=True)
     console.print(Text(paragraph), soft_wrap=True)
     for report in reports:
         console.print(Text(f"report: {report}"), soft_wrap=True)
@@ -101,9 +107,15 @@ def _table(model: str, comparisons: list[Comparison]) -> Table:
             _written(speedup, numbers.ratio),
             *peaks,
             _written(saving, numbers.signed_percent),
-            numbers.gap(gap.largest) if gap else "",
+            _gap(gap) if gap else "",
         )
     return table
+
+
+def _gap(gap: LossGap) -> str:
+    """With a mark where rounding does not explain it."""
+    size = "not finite" if math.isnan(gap.worst.size) else numbers.gap(gap.worst.size)
+    return size if gap.agrees else f"{size} !"
 
 
 def _written(measured: Measured | None, write: Callable[[float], str]) -> str:

@@ -1,12 +1,12 @@
-"""Figures from results: medians over repeats with their spread, ratios on pairs of the same repeat, loss gaps."""
+"""Figures from results: medians over repeats with their spread, ratios on pairs of the same repeat."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tileflash.compare.losses import LossGap, loss_gap
 from tileflash.compare.plan import BASELINE, FLASH, SCHEMES, Run, Setting
 from tileflash.compare.results import Outcome, RunResult
 
@@ -39,22 +39,6 @@ class SchemeFigures:
     peak_used_bytes: Measured | None = None
     steps: tuple[int, ...] = ()
     train_loss: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class LossGap:
-    """The largest |loss_baseline - loss_flash| over all pairs and steps, and where it is.
-
-    `step` is the training step of it, `loss` the baseline's loss there. `within_scheme` is the largest difference
-    between two repeats of the same scheme: what the machine itself does not reproduce; None with a single repeat. A
-    loss that is not finite makes `largest` NaN.
-    """
-
-    largest: float
-    step: int
-    repeat: int
-    loss: float
-    within_scheme: float | None
 
 
 @dataclass(frozen=True)
@@ -115,7 +99,7 @@ def compare_setting(setting: Setting, results: dict[Run, RunResult]) -> Comparis
         speedup=Measured.of([latency_ms(a) / latency_ms(b) for a, b in pairs]),
         throughput_gain=Measured.of([tokens_per_s(b) / tokens_per_s(a) - 1.0 for a, b in pairs]),
         memory_saving=Measured.of([(a - b) / a for a, b in with_peaks]),
-        loss_gap=_loss_gap(pairs),
+        loss_gap=loss_gap(pairs),
     )
 
 
@@ -142,31 +126,6 @@ def _figures(results: list[RunResult]) -> SchemeFigures:
         steps=finished[0].steps,
         train_loss=finished[0].train_loss,
     )
-
-
-def _loss_gap(pairs: list[tuple[RunResult, RunResult]]) -> LossGap | None:
-    if not pairs:
-        return None
-    gaps = [
-        (abs(a - b), step, baseline.run.repeat, a)
-        for baseline, flash in pairs
-        for step, a, b in zip(baseline.steps, baseline.train_loss, flash.train_loss, strict=True)
-    ]
-    # NaN compares false with everything, so it is looked for first: it must never hide behind a finite difference.
-    largest = next((gap for gap in gaps if math.isnan(gap[0])), None) or max(gaps)
-    return LossGap(*largest, within_scheme=_within_scheme(pairs))
-
-
-def _within_scheme(pairs: list[tuple[RunResult, RunResult]]) -> float | None:
-    if len(pairs) < 2:
-        return None
-    by_scheme: list[tuple[RunResult, ...]] = [tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)]
-    spans = [
-        max(losses) - min(losses)
-        for results in by_scheme
-        for losses in zip(*(result.train_loss for result in results), strict=True)
-    ]
-    return math.nan if any(math.isnan(span) for span in spans) else max(spans)
 
 
 def losses_fell(figures: SchemeFigures, by_fraction: float) -> bool:

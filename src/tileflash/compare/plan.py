@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 BASELINE = "baseline"
@@ -66,7 +66,8 @@ class CompareConfig:
         num_iteration: optimizer steps of a run; at least 2, since the first is never counted.
         public_setting: measure the setting of the public report first.
         seed: of the models' weights, of the data, and of the order of the runs.
-        learning_rate, warmup_iterations, input_bin, attention_backend, cuda_graph: handed to `tileflash train` when given.
+        learning_rate, warmup_iterations, input_bin, attention_backend: handed to `tileflash train` when given.
+        cuda_graph: whether steps are one CUDA graph; None until `decided` has looked at the device.
         timeout_seconds: a run that takes longer is killed and counts as failed.
         budget_seconds: no run goes on beyond it; None is no limit.
         demo: the losses must fall and agree, or the exit status is 1.
@@ -170,8 +171,7 @@ def train_arguments(config: CompareConfig, run: Run) -> list[str]:
         arguments += ["--warmup-iterations", str(config.warmup_iterations)]
     if config.input_bin is not None:
         arguments += ["--input-bin", config.input_bin]
-    if config.cuda_graph is not None:
-        arguments.append(_cuda_graph_flag(config.cuda_graph))
+    arguments.append(_cuda_graph_flag(config))
     if run.scheme == FLASH:
         arguments.append("--flash")
         if config.attention_backend is not None:
@@ -179,8 +179,29 @@ def train_arguments(config: CompareConfig, run: Run) -> list[str]:
     return arguments
 
 
-def _cuda_graph_flag(cuda_graph: bool) -> str:
-    return "--cuda-graph" if cuda_graph else "--no-cuda-graph"
+def _cuda_graph_flag(config: CompareConfig) -> str:
+    # Never left to the trainer's default: `--continue` knows runs by their arguments, and the default may change.
+    assert config.cuda_graph is not None, "the comparison was not `decided`"
+    return "--cuda-graph" if config.cuda_graph else "--no-cuda-graph"
+
+
+def decided(config: CompareConfig) -> CompareConfig:
+    """`config` with what it left open decided for this machine, once for all runs: whether steps are CUDA graphs.
+
+    Raises:
+        ValueError: when the device is not there, or cannot do what was asked for; when no backend has the name, or no
+            token file. Told here, not by every run.
+    """
+    # Imported late: the trainer's settings bring PyTorch, which the rest of the plan does without.
+    from tileflash.attention.dispatch import order_of
+    from tileflash.data import TokenFiles
+    from tileflash.train.setup import cuda_graph_in_force, find_device
+
+    if config.attention_backend is not None:
+        order_of(config.attention_backend)
+    if config.input_bin is not None:
+        TokenFiles(config.input_bin)
+    return replace(config, cuda_graph=cuda_graph_in_force(config.cuda_graph, find_device(config.device)))
 
 
 def compare_command(config: CompareConfig) -> list[str]:
@@ -194,8 +215,8 @@ def compare_command(config: CompareConfig) -> list[str]:
         value = getattr(config, name)
         if value is not None:
             command += ["--" + name.replace("_", "-"), str(value)]
-    if config.cuda_graph is not None:
-        command.append(_cuda_graph_flag(config.cuda_graph))
+    command.append(_cuda_graph_flag(config))
     if config.demo:
         command.append("--demo")
-    return [*command, "--timeout-seconds", f"{config.timeout_seconds:g}", "--output", str(config.output)]
+    command += ["--timeout-seconds", f"{config.timeout_seconds:g}", "--output", str(config.output)]
+    return [*command, "--language", config.language]

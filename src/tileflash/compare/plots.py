@@ -65,7 +65,7 @@ def speedup(comparisons: list[Comparison]) -> str:
 
 
 def losses(comparison: Comparison) -> str:
-    """Both loss curves (first repeat) on one plot, and below it their difference with its largest value marked."""
+    """Both loss curves (first repeat) on one plot, and below it their difference, marked where it is largest for its loss."""
     with _styled():
         figure = _new_figure(5.0)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
@@ -85,10 +85,12 @@ def losses(comparison: Comparison) -> str:
         pairs = zip(comparison.baseline.train_loss, comparison.flash.train_loss, strict=True)
         lower.plot(comparison.baseline.steps, [abs(a - b) for a, b in pairs], color=INK, linewidth=1)
         gap = comparison.loss_gap
-        if gap is not None and math.isfinite(gap.largest):
-            lower.plot([gap.step], [gap.largest], marker="v", color=INK)
+        if gap is not None and math.isfinite(gap.worst.size):
+            size, step, expected = gap.worst.size, gap.worst.step, numbers.gap(gap.worst.tolerance)
+            lower.plot([step], [size], marker="v", color=INK)
             # In the title, not beside the marker, where it would run out of the frame or over the curve.
-            lower.set_title(f"largest: {numbers.gap(gap.largest)} at step {gap.step}", fontsize=9, loc="right")
+            title = f"largest for its loss: {numbers.gap(size)} at step {step} (expected: {expected})"
+            lower.set_title(title, fontsize=9, loc="right")
         lower.set_ylim(bottom=0)
         lower.set_ylabel("|difference|")
         lower.set_xlabel("step")

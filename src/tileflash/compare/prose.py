@@ -75,11 +75,21 @@ PROSE: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         # Caveats
         "caveat.short": (
+            "At sequence 64 attention is a small part of a step and its matrix is tiny: a gain there is kernels and "
+            "memory traffic removed from around it. Each step is one CUDA graph, so the host's pace and noise take no "
+            "part; without a graph they are most of such a step. It shows neither the speed nor the memory that flash "
+            "gains at the lengths people train at.",
+            "序列长度 64 时，注意力只占单步的一小部分，其矩阵也很小：此处的提升来自减少的内核与访存。每一步均为一个 CUDA graph，"
+            "主机的快慢与抖动不计入结果；若不用 graph，这样的一步大部分取决于主机。此处无法体现 flash 在实际训练长度下的速度与"
+            "内存收益。",
+        ),
+        "caveat.short_host": (
             "At sequence 64 attention is a small part of a step and its matrix is tiny: a gain there is launch "
-            "overhead and memory traffic removed from around it. It shows neither the speed nor the memory that "
-            "flash gains at the lengths people train at.",
-            "序列长度 64 时，注意力只占单步的一小部分，其矩阵也很小：此处的提升来自减少的启动开销与访存，无法体现"
-            " flash 在实际训练长度下的速度与内存收益。",
+            "overhead and memory traffic removed from around it. The steps are no CUDA graphs, so the host sets the "
+            "pace at this size, and its noise is in the figures. It shows neither the speed nor the memory that flash "
+            "gains at the lengths people train at.",
+            "序列长度 64 时，注意力只占单步的一小部分，其矩阵也很小：此处的提升来自减少的启动开销与访存。各步未使用 CUDA graph，"
+            "此规模下快慢取决于主机，其抖动也计入结果。此处无法体现 flash 在实际训练长度下的速度与内存收益。",
         ),
         "caveat.steps": (
             "{steps} steps show that both start alike, not that they end alike after days of training.",

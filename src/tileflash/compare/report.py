@@ -13,7 +13,7 @@ from tileflash.compare.document import Block, Bullets, Code, Document, Facts, He
 from tileflash.compare.figures import Comparison, compare_setting
 from tileflash.compare.plan import SCHEMES, CompareConfig, Run, compare_command, model_name
 from tileflash.compare.results import Outcome, RunResult
-from tileflash.compare.texts import Texts, texts
+from tileflash.compare.texts import TEXTS, Texts, texts
 
 _ENVIRONMENT = ("driver", "cuda", "torch", "triton", "python", "commit")
 
@@ -51,6 +51,10 @@ class Findings:
 
     def environments(self) -> list[dict[str, Any]]:
         return [result.environment for result in self.results.values() if result.environment]
+
+    def cuda_graphs(self) -> set[bool]:
+        """Whether steps were one CUDA graph, as the runs logged it: one value, both where runs differ, or nothing."""
+        return {result.cuda_graph for result in self.results.values() if result.cuda_graph is not None}
 
     @property
     def on_gpu(self) -> bool:
@@ -126,9 +130,17 @@ def _configuration(findings: Findings, say: Texts) -> list[Block]:
         (say("row.repeats"), str(config.repeats)),
     ]
     for scheme in SCHEMES:
-        used = sorted({r.attention for run, r in findings.results.items() if run.scheme == scheme and r.attention})
+        used = sorted(
+            {
+                _attention_words(r.attention, say)
+                for run, r in findings.results.items()
+                if run.scheme == scheme and r.attention
+            }
+        )
         if used:
             pairs.append((say("row.attention", scheme=scheme), "; ".join(used)))
+    if words := graph_words(findings, say):
+        pairs.append((say("row.cuda_graph"), words))
     if config.public_setting:
         pairs.append((say("row.public"), say("value.public")))
     command = Code(shlex.join(compare_command(config)))
@@ -139,6 +151,19 @@ def _configuration(findings: Findings, say: Texts) -> list[Block]:
         Heading(3, say("heading.command")),
         command,
     ]
+
+
+def graph_words(findings: Findings, say: Texts) -> str:
+    """Whether the steps were CUDA graphs; empty where no run has said."""
+    keys = {True: "value.cuda_graph", False: "value.no_cuda_graph"}
+    found = findings.cuda_graphs()
+    return say("value.cuda_graph_mixed") if len(found) > 1 else "".join(say(keys[value]) for value in found)
+
+
+def _attention_words(attention: str, say: Texts) -> str:
+    """What the trainer logged, in the report's language where it is a sentence; names of backends are the same in all."""
+    key = "attention.unfused"
+    return say(key) if attention == TEXTS[key][0] else attention
 
 
 def _with_parameters(findings: Findings, model: str) -> str:
@@ -218,7 +243,8 @@ def _losses(findings: Findings, say: Texts) -> list[Block]:
 def _reading(findings: Findings, say: Texts) -> list[Block]:
     reading = Bullets((say("read.schemes"), say("read.losses"), say("read.slopes")))
     lengths = {c.setting.sequence_length for c in findings.comparisons}
-    caveats = [say("caveat.short")] if min(lengths) <= 64 else []
+    captured = findings.cuda_graphs() == {True}
+    caveats = [say("caveat.short" if captured else "caveat.short_host")] if min(lengths) <= 64 else []
     caveats += [say("caveat.steps", steps=findings.config.num_iteration), say("caveat.baseline")]
     caveats.append(say("caveat.machine") if findings.on_gpu else say("caveat.cpu"))
     return [

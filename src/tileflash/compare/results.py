@@ -48,7 +48,8 @@ class RunResult:
 
     `step_ms` in milliseconds; `train_loss` is NaN where it was not finite; `peak_used_bytes` is the highest of the
     run, None where the device does not tell; `environment` as `tileflash.environment.environment` makes it;
-    `attention` says in the trainer's words what computed it.
+    `attention` says in the trainer's words what computed it; `cuda_graph` whether steps were one CUDA graph, None where
+    the log does not say.
     """
 
     run: Run
@@ -60,6 +61,7 @@ class RunResult:
     peak_used_bytes: int | None = None
     environment: dict[str, Any] | None = None
     attention: str = ""
+    cuda_graph: bool | None = None
     parameters: int | None = None
     message: str = ""
 
@@ -96,6 +98,7 @@ def read_run(run: Run, log: Path) -> RunResult | None:
         peak_used_bytes=int(max(peaks)) if peaks and max(peaks) > 0 else None,
         environment=_dictionary(start, "environment"),
         attention=str(start.get("attention") or ""),
+        cuda_graph=_cuda_graph(start),
         parameters=start.get("parameters") if isinstance(start.get("parameters"), int) else None,
         message=message,
     )
@@ -159,6 +162,14 @@ def _is_number(value: object) -> bool:
 
 def _loss(value: object) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def _cuda_graph(start: dict[str, Any]) -> bool | None:
+    """What was in force; of a log that holds only what was asked for, that, where it was not left to the default."""
+    for value in (start.get("cuda_graph"), (_dictionary(start, "config") or {}).get("cuda_graph")):
+        if isinstance(value, bool):
+            return value
+    return None
 
 
 def _dictionary(event: dict[str, Any], key: str) -> dict[str, Any] | None:

@@ -14,11 +14,12 @@ from types import FrameType
 
 from rich.console import Console
 
+from tileflash.bench.ledger import require_ledger
 from tileflash.compare.checks import demo_complaints
 from tileflash.compare.conclusions import conclusion
 from tileflash.compare.console import Display, show_end
 from tileflash.compare.ledger import append_to_ledger
-from tileflash.compare.plan import CompareConfig, Run, plan, train_arguments
+from tileflash.compare.plan import CompareConfig, Run, decided, plan, train_arguments
 from tileflash.compare.report import Findings, build_report
 from tileflash.compare.report_html import to_html
 from tileflash.compare.report_markdown import to_markdown
@@ -42,8 +43,12 @@ def compare(config: CompareConfig, *, command: Sequence[str] = TRAIN_COMMAND, co
 
     Raises:
         OSError: when the output directory cannot be written.
-        ValueError: when another comparison is writing to it.
+        ValueError: when another comparison is writing to it, the device cannot do what was asked for, or the ledger
+            holds something else than a ledger. Nothing has been measured then.
     """
+    config = decided(config)
+    if config.ledger is not None:
+        require_ledger(config.ledger)
     with _held(config.output):
         return _compare(config, command, console or Console())
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from tileflash.compare import numbers
-from tileflash.compare.conclusions import Verdict, losses_agree, memory_verdict, speed_verdict
+from tileflash.compare.conclusions import Verdict, memory_verdict, speed_verdict
 from tileflash.compare.document import Cell, Table
 from tileflash.compare.figures import Comparison, Measured
+from tileflash.compare.losses import LossDifference
 from tileflash.compare.plan import BASELINE, FLASH, SCHEMES, model_name
 from tileflash.compare.results import Outcome
 from tileflash.compare.texts import Texts
@@ -78,8 +79,8 @@ def _ratios(comparison: Comparison, scheme: str, say: Texts) -> tuple[Cell, ...]
 
 
 def losses_table(comparisons: Sequence[Comparison], say: Texts) -> Table:
-    """First and last loss of each scheme (first repeat), and how far they are apart at most."""
-    names = ("model", "length", "loss_baseline", "loss_flash", "gap", "gap_step", "within")
+    """First and last loss of each scheme (first repeat), and how far they are apart where that is most for their size."""
+    names = ("model", "length", "loss_baseline", "loss_flash", "gap", "tolerance", "gap_step", "within")
     rows: list[tuple[Cell, ...]] = []
     starts = set()
     for comparison in comparisons:
@@ -107,18 +108,23 @@ def _loss_row(model: str, length: str, comparison: Comparison, say: Texts) -> tu
     ]
     gap = comparison.loss_gap
     if gap is None:
-        tail = [_nothing(say)] * 3
+        tail = [_nothing(say)] * 4
     else:
-        mark = "good" if losses_agree(gap, comparison.setting.dtype) else "bad"
+        mark = "good" if gap.agrees else "bad"
         within = _nothing(say) if gap.within_scheme is None else _gap_cell(gap.within_scheme, say)
-        tail = [_gap_cell(gap.largest, say, mark), Cell(str(gap.step)), within]
+        tail = [
+            _gap_cell(gap.worst, say, mark),
+            Cell(numbers.gap(gap.worst.tolerance)),
+            Cell(str(gap.worst.step)),
+            within,
+        ]
     return (Cell(model), Cell(length), *ends, *tail)
 
 
-def _gap_cell(value: float, say: Texts, mark: str = "") -> Cell:
-    if math.isnan(value):
+def _gap_cell(difference: LossDifference, say: Texts, mark: str = "") -> Cell:
+    if math.isnan(difference.size):
         return Cell(say("cell.not_finite"), mark="bad")
-    return Cell(numbers.gap(value), mark=mark)
+    return Cell(numbers.gap(difference.size), mark=mark)
 
 
 def _measured(measured: Measured | None, write: Callable[[float], str], say: Texts, mark: str = "") -> Cell:

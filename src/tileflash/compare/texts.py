@@ -70,7 +70,8 @@ TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "column.saving": ("memory saving", "峰值占用节省"),
         "column.loss_baseline": ("baseline: first → last loss", "baseline：首步 → 末步损失"),
         "column.loss_flash": ("flash: first → last loss", "flash：首步 → 末步损失"),
-        "column.gap": ("largest difference", "最大差异"),
+        "column.gap": ("largest difference for its loss", "相对于损失的最大差异"),
+        "column.tolerance": ("expected", "预期范围"),
         "column.gap_step": ("at step", "所在步"),
         "column.within": ("between repeats of one scheme", "同一方案重复间差异"),
         "cell.oom": ("OOM", "OOM"),
@@ -103,6 +104,21 @@ TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "baseline 与 flash 紧邻运行，各自使用独立进程；先后由随机种子 {seed} 决定，每次重复交换先后。",
         ),
         "row.attention": ("attention of {scheme}", "{scheme} 的注意力实现"),
+        # Exactly what the trainer logs, so that the report can say it in its own language.
+        "attention.unfused": (
+            "unfused chain of small operators (the baseline; --flash for fused kernels)",
+            "未融合的小算子链（baseline；融合内核见 --flash）",
+        ),
+        "row.cuda_graph": ("CUDA graph", "CUDA graph"),
+        "value.cuda_graph": (
+            "yes: each step of both schemes is one CUDA graph, so the host's pace and noise take no part",
+            "是：两种方案的每一步均为一个 CUDA graph，主机的快慢与抖动不计入结果",
+        ),
+        "value.no_cuda_graph": (
+            "no: the host starts each operation of a step by itself, and its pace and noise are in the figures",
+            "否：一步中的每个操作由主机逐一启动，主机的快慢与抖动计入结果",
+        ),
+        "value.cuda_graph_mixed": ("the runs differ: their figures cannot be compared", "各次运行不一致：数据不可比较"),
         "row.public": ("public report's setting", "公开报告的配置"),
         "value.public": (
             "batch 4, sequence 64, 256 tokens a step, 10 steps, bfloat16",
@@ -189,14 +205,15 @@ TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "across.oom.baseline": ("only the baseline runs out of memory", "仅 baseline 内存不足"),
         "across.oom.flash": ("only --flash runs out of memory", "仅 --flash 内存不足"),
         "loss.agree": (
-            "The losses agree: they differ by {gap} at most ({where}), within the {tolerance} expected of {dtype}.",
-            "两者损失一致：最大差异 {gap}（{where}），在 {dtype} 的预期范围 {tolerance} 之内。",
+            "The losses agree: where they are furthest apart for their size ({where}) they differ by {gap}, within the "
+            "{tolerance} expected of {dtype} there.",
+            "两者损失一致：相对于损失大小差异最大处（{where}）相差 {gap}，在 {dtype} 于该处的预期范围 {tolerance} 之内。",
         ),
         "loss.noise": (
-            "The losses differ by {gap} at most ({where}): more than the {tolerance} expected of {dtype}, but no more "
-            "than two repeats of the same scheme do.",
-            "两者损失最大差异 {gap}（{where}）：超过 {dtype} 的预期范围 {tolerance}，"
-            "但不大于同一方案两次重复之间的差异。",
+            "The losses differ by {gap} ({where}), more than the {tolerance} expected of {dtype}, but for their size no "
+            "more than two repeats of the same scheme do.",
+            "两者损失相差 {gap}（{where}）：超过 {dtype} 的预期范围 {tolerance}，"
+            "但相对于损失大小，不大于同一方案两次重复之间的差异。",
         ),
         "loss.differ": (
             "The losses differ by {gap} ({where}), more than the {tolerance} expected of {dtype}: look into it before "

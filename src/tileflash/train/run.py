@@ -91,6 +91,7 @@ def _facts(config: TrainConfig, setup: Setup) -> dict[str, Any]:
         "parameters": parameter_count(setup.model),
         "device": str(setup.device),
         "dtype": str(setup.dtype).removeprefix("torch."),
+        "cuda_graph": setup.cuda_graph,
         "attention": setup.attention_name,
         "tokenizer": None if setup.tokenizer is None else setup.tokenizer.name,
     }

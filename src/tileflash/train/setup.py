@@ -37,8 +37,9 @@ class Setup:
 
 def prepare_setup(config: TrainConfig) -> Setup:
     """Resolve and check everything that `config` leaves open. ValueError names what does not fit."""
-    device = _device(config.device)
-    cuda_graph = use_cuda_graph(config.cuda_graph, device)
+    device = find_device(config.device)
+    cuda_graph = cuda_graph_in_force(config.cuda_graph, device)
+    device = _use(device)
     dtype = _dtype(config.dtype, device)
     model, notes = _model(config)
     tokenizer = _tokenizer(config, model.vocab_size)
@@ -49,17 +50,21 @@ def prepare_setup(config: TrainConfig) -> Setup:
     )
 
 
-def use_cuda_graph(wanted: bool | None, device: torch.device) -> bool:
-    """Whether steps are captured on `device`; None is the default. ValueError if it is wanted where it cannot be."""
-    if wanted is None:
+def cuda_graph_in_force(asked: bool | None, device: torch.device) -> bool:
+    """Whether steps on `device` are captured, where `asked` is None by default; ValueError where they cannot be."""
+    if asked is None:
         # PyTorch calls AMD GPUs "cuda" too. There it has never been tried, so it must be asked for.
         return device.type == "cuda" and torch.version.hip is None
-    if wanted and device.type != "cuda":
+    if asked and device.type != "cuda":
         raise ValueError(f"cuda_graph is set and the device is {device}: it must be a GPU, or cuda_graph off")
-    return wanted
+    return asked
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device that `name` (auto, cpu, cuda or cuda:N) means here; ValueError where there is none.
+
+    Nothing is started on a GPU: whoever only asks takes none of its memory from those who run there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -72,9 +77,16 @@ def _device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(f'device is "{name}": PyTorch {torch.__version__} sees no GPU here; it must be cpu or auto')
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
+    if device.index is not None and device.index >= torch.cuda.device_count():
         raise ValueError(f'device is "{name}": there are {torch.cuda.device_count()} GPUs, numbered from 0')
+    return device
+
+
+def _use(device: torch.device) -> torch.device:
+    """Make a GPU the current one; the device with its number."""
+    if device.type == "cpu":
+        return device
+    index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_device(index)  # kernels launched by Triton go to the current device
     _use_expandable_segments()
     return torch.device("cuda", index)

@@ -44,12 +44,19 @@ def save_huggingface(
         if sharded:
             temporary[-1].write_text(_index_text(contents, dtype.itemsize), encoding="utf-8")
         (directory / CONFIG_NAME).unlink(missing_ok=True)
-    for path in directory.iterdir():
-        if _WEIGHT_FILE.fullmatch(path.name) and path not in files and not (sharded and path.name == INDEX_NAME):
+    for path in replaced_by_huggingface(directory):
+        if path not in files and not (sharded and path.name == INDEX_NAME):
             path.unlink()
     with written_aside(directory / CONFIG_NAME) as (path,):
         text = json.dumps(values_from_config(model.config, dtype), indent=2, sort_keys=True)
         path.write_text(text + "\n", encoding="utf-8")
+
+
+def replaced_by_huggingface(directory: Path) -> list[Path]:
+    """The files in `directory` that `save_huggingface` would write anew or remove: those of a model that is there."""
+    if not directory.is_dir():
+        return []
+    return sorted(p for p in directory.iterdir() if p.name == CONFIG_NAME or _WEIGHT_FILE.fullmatch(p.name))
 
 
 def _write_shard(model: Model, path: Path, entries: Mapping[str, TensorMap], dtype: torch.dtype) -> None:
