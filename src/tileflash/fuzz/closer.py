@@ -8,7 +8,7 @@ order of the same roundings is not. Here the size of the terms that are rounded 
   the logits are small or a window is full, all rows have nearly the same out, and the same roundings of it: the e_i of
   all rows count as one, and their sum is a sum of absolute values, not the root of a sum of squares.
 - Everything is summed in fp32: sixteen roundings of the sum of the terms' absolute values, times the size of the logits, whose
-  rounding is a factor of P.
+  rounding is a factor of P. An element of P or dS below the smallest normal number of fp32 is 0 on a GPU.
 
 A wrong result is wrong by terms as a whole and not by roundings of them, so these allowances hide nothing.
 """
@@ -22,6 +22,7 @@ from tileflash.fuzz.drawing import Drawn
 from tileflash.fuzz.textbook import Scene, _take
 
 _SUMS = 16 * torch.finfo(torch.float32).eps
+_VANISHES = torch.finfo(torch.float32).tiny / _SUMS  # added to what is multiplied by _SUMS
 
 
 def allowances(drawn: Drawn, scene: Scene) -> dict[str, float]:
@@ -82,21 +83,22 @@ def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
     p = torch.exp(logits - lse).masked_fill(~visible, 0.0)
     kept = torch.ones_like(p) if scene.keep is None else scene.keep.double() / (1 - arguments["dropout_p"])
     dropped = p * kept
+    p_summed = (p + _VANISHES).masked_fill(~visible, 0.0)
     size = 1 + terms.masked_fill(~visible, 0.0).amax((2, 3), keepdim=True)  # [B, H, 1, 1]
 
     out = dropped @ v
     d_p = kept * (d_out @ v.transpose(2, 3))
     delta = (out * d_out).sum(3, keepdim=True) - d_lse[..., None]
     d_s = p * (d_p - delta)
-    away = p * (
+    away = p_summed * (
         kept * (d_out.abs() @ v.abs().transpose(2, 3))
         + (dropped @ v.abs() * d_out.abs()).sum(3, keepdim=True)
         + d_lse[..., None].abs()
-    )
+    ) + (_VANISHES * visible)
     # P, dS and the d_p that make dS are rounded, and so is out: by row
     off = unit * (out * d_out).square().sum(3, keepdim=True).sqrt()  # [B, H, Sq, 1]
     found = {
-        "out": unit * (dropped.square() @ v.square()).sqrt() + _SUMS * size * (dropped @ v.abs()),
+        "out": unit * (dropped.square() @ v.square()).sqrt() + _SUMS * size * ((kept * p_summed) @ v.abs()),
         "lse": _SUMS * size.expand(*p.shape[:3], 1),
         "d_q": scale
         * (
@@ -111,7 +113,7 @@ def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
             + _together(off * p * slope, q, group)
             + _SUMS * _absolutely(size * away * slope, q, group)
         ),
-        "d_v": _over(unit * dropped, d_out, group) + _SUMS * _absolutely(size * dropped, d_out, group),
+        "d_v": _over(unit * dropped, d_out, group) + _SUMS * _absolutely(size * kept * p_summed, d_out, group),
     }
     rough = (3 * off * p).square() + (_SUMS * size * away).square()  # of dS as such, squared
     if "bias" in drawn.tensors:
@@ -125,7 +127,9 @@ def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
     if "sinks" in drawn.tensors:
         sunk = torch.exp(sinks - lse)
         magnitude = (dropped @ v.abs() * d_out.abs()).sum(3, keepdim=True) + d_lse[..., None].abs()
-        squares = ((3 * off * sunk).square() + (_SUMS * size * sunk * magnitude).square()).sum((0, 2, 3))
+        squares = (
+            (3 * off * sunk).square() + (_SUMS * size * (sunk * magnitude + _VANISHES * (1 + magnitude))).square()
+        ).sum((0, 2, 3))
         found["d_sinks"] = squares.sqrt() + (off * sunk).sum((0, 2, 3))
     return found
 

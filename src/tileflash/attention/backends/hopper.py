@@ -47,7 +47,8 @@ class HopperBackend(KernelBackend):
             return found
         if torch.version.hip is not None:
             return ["runs on NVIDIA GPUs"]  # gfx90a says 9.0 as Hopper does
-        if device_capability(problem.device) != (9, 0):
+        major, minor = device_capability(problem.device)  # two numbers: torch.compile cannot trace tuples' inequality
+        if major != 9 or minor != 0:
             return ["uses Hopper's own tensor core instructions (compute capability 9.0), which this GPU does not have"]
         return found
 
