@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tileflash.fuzz import Problem, examine
 
@@ -23,6 +24,13 @@ FOUND = {
     "sinks and no keys, causal": Problem(options=("sinks",), sq=3, sk=0, causal=True),
     "packed sequences without keys, window": Problem(lengths=((1, 0),), window=(0, None)),
     "bias without queries": Problem(options=("bias_queries",), sq=0, sk=3),
+    # products over 16 keys of which a mask and dropout decide: where something is not finite, and everywhere in wide heads
+    "mask, dropout and hidden Inf": Problem(
+        options=("dropout", "mask_keys"), sq=47, sk=59, window=(20, None), dtype=torch.bfloat16, poison="unseen-inf"
+    ),
+    "mask and dropout in wide heads": Problem(
+        options=("dropout", "mask_keys"), sq=21, sk=40, d=264, dv=264, heads=1, kv_heads=1, dtype=torch.bfloat16
+    ),
     "batch of none": Problem(options=("bias", "sinks"), batch=0),
 }
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,18 @@ OTHERWISE_BYTES = {"sm_80": 64, "sm_90": 0, "gfx942": 512}
 
 @lru_cache
 def reports(target: str, triton_path: str) -> list[dict[str, Any]]:
+    said = run_python(f"from tileflash.kernels.triton.offline import main; main([{target!r}])", "", triton_path)
+    return [json.loads(line) for line in said.splitlines()]
+
+
+def run_python(program: str, said: str, triton_path: str = "") -> str:
+    """What a program prints that imports Triton without its interpreter and reads `said`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [triton_path, str(SOURCE)]))
-    command = [sys.executable, "-m", "tileflash.kernels.triton.offline", target]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    run = subprocess.run(command, input=said, capture_output=True, text=True, env=environment, timeout=900)
     assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    return run.stdout.strip()
 
 
 @pytest.fixture(params=["installed", "3.6.0"])
@@ -54,11 +61,13 @@ def triton_path(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_shipped_configurations_fit_the_hardware(target: str, triton_path: str) -> None:
     found = reports(target, triton_path)
-    # Forward, d_q, d_k and d_v (apart at 256), full and banded; bf16 in three sizes, fp32 in one; and with every option d_bias, too.
-    assert len(found) == 26 + 14
+    # Forward, d_q, d_k and d_v (apart at 256), full and banded; bf16 in three sizes, fp32 in one; with every option d_bias, too; and
+    # with a mask in place of the bias bf16 and TF32 in two sizes each.
+    assert len(found) == 26 + 14 + 7 + 6
     for report in found:
         name = f"{report}"
         assert report["shared_bytes"] <= SHARED_LIMIT_BYTES[target], name
+        assert report["narrow_products"] == 0 or target == "gfx942", f"Triton 3.6 multiplies wrongly: {name}"
         key = (target, report["dtype"], report["kernel"], report["head_dim"])
         if report["features"]:
             continue  # with every option at once speed is no aim: that it compiles and fits is all
@@ -66,3 +75,21 @@ def test_shipped_configurations_fit_the_hardware(target: str, triton_path: str) 
         assert report["warnings"] == 0, f"ptxas serialised wgmma: {name}"
         if report["dtype"] == "bf16":
             assert report["matrix_instructions"] > 0, f"no tensor core is used: {name}"
+
+
+def test_products_over_fewer_elements_than_four_threads_hold_are_counted() -> None:
+    operand = "tensor<16x{}xbf16, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {}}}>>"
+    line = (
+        "%a = tt.dot %b, %c, %d : "
+        + operand
+        + " * tensor<{}x64xbf16, #ttg.dot_op<{{opIdx = 1, parent = #mma, kWidth = 8}}>>"
+    )
+    shared = "%e = ttng.warp_group_dot %f, %g, %h : !ttg.memdesc<64x16xbf16, #shared, #smem> * !ttg.memdesc<16x64xbf16>"
+    program = """
+        import sys
+        from tileflash.kernels.triton.offline import narrow_products
+        print(narrow_products(sys.stdin.read()))
+    """
+    for length, width, count in ((16, 8, 1), (32, 8, 0), (16, 4, 0), (8, 4, 1), (128, 8, 0)):
+        text = "\n".join([line.format(length, width, length), shared, line.format(128, 2, 128)])
+        assert run_python(program, text) == str(count)

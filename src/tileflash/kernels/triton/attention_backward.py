@@ -32,6 +32,9 @@ from tileflash.kernels.triton.features import (
 from tileflash.kernels.triton.packed import other_queries, own_key_tile, own_keys, own_queries, total_query_rows
 from tileflash.kernels.triton.tile import (
     LOG2_E,
+    PART_M,
+    PART_N,
+    PART_N_WITH_OPTIONS,
     finite_or_zero,
     in_band,
     load_rows,
@@ -342,27 +345,28 @@ def attention_backward_dq_kernel(
         if ALIBI & FEATURES:
             tl.store(d_slopes_ptr + row_base + i_queries, d_slope, mask=inside)
     else:
-        for i_part in range(i_query, tl.minimum(i_query + BLOCK_M, query_length), 16):
-            i_rows = i_part + tl.arange(0, 16)
+        KEYS: tl.constexpr = PART_N if FEATURES == 0 else PART_N_WITH_OPTIONS
+        for i_part in range(i_query, tl.minimum(i_query + BLOCK_M, query_length), PART_M):
+            i_rows = i_part + tl.arange(0, PART_M)
             rows_inside = i_rows < query_length
             b_q_part = load_rows(
-                q_base, i_part, 0, query_length, stride_qs, D, 16, BLOCK_D, EVEN_D, True
-            )  # [16, BLOCK_D]
+                q_base, i_part, 0, query_length, stride_qs, D, PART_M, BLOCK_D, EVEN_D, True
+            )  # [PART_M, BLOCK_D]
             b_d_out_part = load_rows(
-                d_out_base, i_part, 0, query_length, stride_gs, DV, 16, BLOCK_DV, EVEN_DV, True
-            )  # [16, BLOCK_DV]
-            b_out_part = load_rows(out_base, i_part, 0, query_length, stride_os, DV, 16, BLOCK_DV, EVEN_DV, True)
+                d_out_base, i_part, 0, query_length, stride_gs, DV, PART_M, BLOCK_DV, EVEN_DV, True
+            )  # [PART_M, BLOCK_DV]
+            b_out_part = load_rows(out_base, i_part, 0, query_length, stride_os, DV, PART_M, BLOCK_DV, EVEN_DV, True)
             lse_log2_part = tl.load(lse_ptr + row_base + i_rows, mask=rows_inside, other=float("inf")) * LOG2_E
             delta_part = tl.sum(b_out_part.to(tl.float32) * b_d_out_part.to(tl.float32), 1)
             if HAS_D_LSE:
                 delta_part -= tl.load(d_lse_ptr + row_base + i_rows, mask=rows_inside, other=0.0)
             d_q_part, d_slope_part = _accumulate_dq(
-                tl.zeros([16, BLOCK_D], tl.float32), tl.zeros([16], tl.float32),
+                tl.zeros([PART_M, BLOCK_D], tl.float32), tl.zeros([PART_M], tl.float32),
                 b_q_part, b_d_out_part, lse_log2_part, delta_part, k_base, v_base,
-                i_part, key_begin // 16 * 16, key_end, key_begin, key_end, query_length, key_length, stride_ks, stride_vs,
+                i_part, key_begin // KEYS * KEYS, key_end, key_begin, key_end, query_length, key_length, stride_ks, stride_vs,
                 scale, scale_log2, low, high, D, DV, extra,
-                16, 16, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES, True,
+                PART_M, KEYS, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES, True,
             )  # fmt: skip
-            store_rows(d_q_base, d_q_part * scale, i_part, query_length, stride_dqs, D, 16, BLOCK_D)
+            store_rows(d_q_base, d_q_part * scale, i_part, query_length, stride_dqs, D, PART_M, BLOCK_D)
             if ALIBI & FEATURES:
                 tl.store(d_slopes_ptr + row_base + i_rows, d_slope_part, mask=rows_inside)

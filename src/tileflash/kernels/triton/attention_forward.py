@@ -29,6 +29,9 @@ from tileflash.kernels.triton.packed import is_slack, own_keys, own_queries
 from tileflash.kernels.triton.tile import (
     LN_2,
     LOG2_E,
+    PART_M,
+    PART_N,
+    PART_N_WITH_OPTIONS,
     in_band,
     load_rows,
     poison_unreadable,
@@ -204,17 +207,18 @@ def attention_forward_kernel(
             acc, row_sum, row_max, out_base, lse_base, i_query, query_length, stride_os, DV, slack, BLOCK_M, BLOCK_DV
         )
     else:
-        for i_part in range(i_query, tl.minimum(i_query + BLOCK_M, query_length), 16):
+        KEYS: tl.constexpr = PART_N if FEATURES == 0 else PART_N_WITH_OPTIONS
+        for i_part in range(i_query, tl.minimum(i_query + BLOCK_M, query_length), PART_M):
             b_q_part = load_rows(
-                q_base, i_part, 0, query_length, stride_qs, D, 16, BLOCK_D, EVEN_D, True
-            )  # [16, BLOCK_D]
-            acc_part, row_sum_part, row_max_part = _first_state(extra, 16, BLOCK_DV, FEATURES)
+                q_base, i_part, 0, query_length, stride_qs, D, PART_M, BLOCK_D, EVEN_D, True
+            )  # [PART_M, BLOCK_D]
+            acc_part, row_sum_part, row_max_part = _first_state(extra, PART_M, BLOCK_DV, FEATURES)
             acc_part, row_sum_part, row_max_part = _attend(
-                acc_part, row_sum_part, row_max_part, b_q_part, k_base, v_base, i_part, key_begin // 16 * 16, key_end,
+                acc_part, row_sum_part, row_max_part, b_q_part, k_base, v_base, i_part, key_begin // KEYS * KEYS, key_end,
                 key_begin, key_end, query_length, key_length, stride_ks, stride_vs, scale, scale_log2, low, high, D, DV, extra,
-                16, 16, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES, True,
+                PART_M, KEYS, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES, True,
             )  # fmt: skip
             _finish(
                 acc_part, row_sum_part, row_max_part, out_base, lse_base, i_part, query_length, stride_os, DV, slack,
-                16, BLOCK_DV,
+                PART_M, BLOCK_DV,
             )  # fmt: skip

@@ -88,25 +88,52 @@ FLOAT32: dict[int, tuple[Tile, Tile]] = {
     512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
+# With options a product must sum over 32 elements or more: over the keys of a tile in the forward pass and d_q, over its queries in d_k
+# and d_v (`offline.narrow_products` says why). These take the place of tiles above where options are on; on AMD, whose layouts are
+# others, 64 KB of shared memory are too few for them.
+SUMS_OVER_32: dict[tuple[Kernel, int], Tile] = {
+    ("dk", 256): Tile(32, 16, 4, 1),
+    ("dv", 256): Tile(32, 16, 4, 1),
+    ("dq", 256): Tile(16, 32, 4, 1),
+    ("forward", 512): Tile(16, 32, 8, 1),
+    ("dk", 512): Tile(32, 16, 8, 1),
+    ("dv", 512): Tile(32, 16, 8, 1),
+    ("dq", 512): Tile(16, 32, 8, 1),
+}
+TF32_WITH_OPTIONS: dict[int, tuple[Tile, Tile]] = {
+    64: (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    128: (Tile(16, 32, 8, 1), Tile(32, 32, 8, 1)),
+}
+
 
 def select_tile(
-    kernel: Kernel, block_d: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool, features: int = 0
-) -> Tile:
+    kernel: Kernel, block_d: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool, features: int = 0,
+    tf32: bool = False,
+) -> Tile:  # fmt: skip
     """The tile for one kernel.
 
     `block_d` is the head dimension padded to a power of two (16 to 512), `capability` the CUDA compute capability (AMD; (0, 0) in the
     interpreter, which gets small tiles so that tests cross tile borders), `banded` whether the band has a bound (causal, window),
-    `features` the options' bits (0: none).
+    `features` the options' bits (0: none), `tf32` whether products of fp32 are made of TF32 (see `has_tf32`).
     """
     measured_d = max(64, block_d)  # narrower heads take the tiles of 64
     if dtype is torch.float32:
+        if tf32 and features:
+            return TF32_WITH_OPTIONS[measured_d][kernel != "forward"]
         return FLOAT32[measured_d][kernel != "forward"]
     if capability == (0, 0):
         return Tile(32, 32, 4, 1)
     if kernel == "bias" or measured_d > 256 or capability != (9, 0):
         tile = PORTABLE[kernel, measured_d]
+        if not features:
+            return tile
         # On AMD the pipeline of loops that load a bias does not compile (Triton 3.6: an assertion in applyLinearLayout).
-        return tile._replace(num_stages=1) if features and capability == AMD else tile
+        return tile._replace(num_stages=1) if capability == AMD else SUMS_OVER_32.get((kernel, measured_d), tile)
     if features:
         return HOPPER_WITH_OPTIONS[kernel, measured_d]
     return HOPPER[kernel, measured_d][banded]
+
+
+def has_tf32(block_d: int, features: int) -> bool:
+    """Whether there are tiles for TF32 products: with options, wide heads have none and are computed in true fp32."""
+    return not features or max(64, block_d) in TF32_WITH_OPTIONS

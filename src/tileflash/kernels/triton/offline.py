@@ -44,7 +44,7 @@ _KERNELS = {
     "dq": attention_backward_dq_kernel,
     "bias": attention_backward_bias_kernel,
 }
-# A mask and a bias are one operand, and a scale that is not positive adds nothing to these.
+# A mask and a bias are one operand, so two sets cover all; a scale that is not positive adds nothing to these.
 EVERY_OPTION = sum(
     bit.value
     for bit in (
@@ -52,7 +52,9 @@ EVERY_OPTION = sum(
         features.VARLEN,
     )
 )  # fmt: skip
+EVERY_OPTION_MASKED = EVERY_OPTION - features.BIAS.value + features.MASK.value
 _BIAS_TYPES = ("*fp32", *["i32"] * 6)
+_MASK_TYPES = ("*i1", *["i32"] * 6)
 _EXTRAS_TYPES = (
     "*fp32", "*fp32", "*i64", "*i32", "*i32", "*i32", "*i32", "*i32", *["i32"] * 7, "fp32", "i32", "fp32", "i32",
 )  # fmt: skip
@@ -64,7 +66,8 @@ class Report:
     """What one kernel compiled to.
 
     `spill_bytes` counts stores and loads (on AMD: 4 bytes a spilled register), `matrix_instructions` wgmma on sm_90, mma on other
-    NVIDIA targets, MFMA on AMD; `warnings` the times that ptxas had to run wgmma one after the other (C75xx).
+    NVIDIA targets, MFMA on AMD; `warnings` the times that ptxas had to run wgmma one after the other (C75xx); `narrow_products` see
+    there.
     """
 
     target: str
@@ -79,11 +82,13 @@ class Report:
     shared_bytes: int
     matrix_instructions: int
     warnings: int
+    narrow_products: int
 
 
 def shipped_configurations(
-    target: str, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256), feature_bits: int = 0
-) -> Iterator[tuple[str, int, bool, Tile]]:
+    target: str, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256), feature_bits: int = 0,
+    tf32: bool = False,
+) -> Iterator[tuple[str, int, bool, Tile]]:  # fmt: skip
     """(kernel, head dimension, banded, tile) of everything that `tileflash.attention` launches on the target."""
     gpu = TARGETS[target]
     capability = divmod(int(gpu.arch), 10) if gpu.backend == "cuda" else AMD
@@ -94,23 +99,29 @@ def shipped_configurations(
             kernels = (*kernels, "bias")
         for banded in (False, True) if not feature_bits else (True,):
             for kernel in kernels:
-                yield kernel, head_dim, banded, select_tile(kernel, head_dim, dtype, capability, banded, feature_bits)
+                tile = select_tile(kernel, head_dim, dtype, capability, banded, feature_bits, tf32)
+                yield kernel, head_dim, banded, tile
 
 
 def compile_offline(
-    target: str, kernel: str, head_dim: int, banded: bool, tile: Tile, dtype: torch.dtype, feature_bits: int = 0
-) -> Report:
+    target: str, kernel: str, head_dim: int, banded: bool, tile: Tile, dtype: torch.dtype, feature_bits: int = 0,
+    precision: str = "ieee",
+) -> Report:  # fmt: skip
     """Compile one kernel for a target and read the result. Works without a GPU; takes one to ten seconds."""
     function = _KERNELS[kernel]
     constants: dict[Any, Any] = {
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": head_dim, "BLOCK_DV": head_dim, "KV_GROUP": 1,
-        "EVEN_D": True, "EVEN_DV": True, "HAS_LOW": False, "HAS_HIGH": banded, "HAS_D_LSE": False, "PRECISION": "ieee",
+        "EVEN_D": True, "EVEN_DV": True, "HAS_LOW": False, "HAS_HIGH": banded, "HAS_D_LSE": False, "PRECISION": precision,
         "MAKE_DK": kernel != "dv", "MAKE_DV": kernel != "dk", "FEATURES": feature_bits,
         "ONE_BATCH": True, "ONE_HEAD": False, "ONE_QUERY": False, "ONE_KEY": False,
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     tuples = {
-        "bias": _BIAS_TYPES if feature_bits & features.BIAS.value else (),
+        "bias": _BIAS_TYPES
+        if feature_bits & features.BIAS.value
+        else _MASK_TYPES
+        if feature_bits & features.MASK.value
+        else (),
         "extras": _EXTRAS_TYPES if feature_bits else (),
     }
     signature = {
@@ -144,7 +155,24 @@ def compile_offline(
         compiled.metadata.shared,
         matrix_instructions,
         warnings,
+        narrow_products(compiled.asm["ttgir"]),
     )
+
+
+def narrow_products(ttgir: str) -> int:
+    """Number of matrix products that sum over fewer elements than four threads of mma.sync hold, which Triton 3.6 multiplies wrongly.
+
+    A thread holds `kWidth` neighbours of a row and four threads share it. kWidth is made for the narrowest type that an operand was
+    made from: 2 for bf16, but 8 where bytes decide about its elements (a mask and what dropout keeps, together). Then a product over
+    16 is wrong on the GPU, and no error says so; over 32 it is right.
+    """
+    found = 0
+    for shape, layout in re.findall(
+        r"tt\.dot .*? : tensor<([\dx]+)x[a-z]\w*, #ttg\.dot_op<\{(opIdx = 0[^}]*)\}>>", ttgir
+    ):
+        width = re.search(r"kWidth = (\d+)", layout)
+        found += width is not None and int(shape.split("x")[-1]) < 4 * int(width[1])
+    return found
 
 
 def _type_of(name: str, dtype: torch.dtype) -> str:
@@ -191,13 +219,16 @@ def main(targets: list[str]) -> None:
     """Print a JSON line for each shipped configuration of each target: bf16; head dimension 64 in fp32; and with every option on."""
     check_signatures()
     for target in targets:
-        for dtype, head_dims, feature_bits in (
-            (torch.bfloat16, (64, 128, 256), 0),
-            (torch.float32, (64,), 0),
-            (torch.bfloat16, (64, 256, 512), EVERY_OPTION),
+        for dtype, head_dims, feature_bits, precision in (
+            (torch.bfloat16, (64, 128, 256), 0, "ieee"),
+            (torch.float32, (64,), 0, "ieee"),
+            (torch.bfloat16, (64, 256, 512), EVERY_OPTION, "ieee"),
+            (torch.bfloat16, (128, 512), EVERY_OPTION_MASKED, "ieee"),
+            (torch.float32, (64, 128), EVERY_OPTION_MASKED, "tf32"),
         ):
-            for kernel, head_dim, banded, tile in shipped_configurations(target, dtype, head_dims, feature_bits):
-                report = compile_offline(target, kernel, head_dim, banded, tile, dtype, feature_bits)
+            shipped = shipped_configurations(target, dtype, head_dims, feature_bits, precision == "tf32")
+            for kernel, head_dim, banded, tile in shipped:
+                report = compile_offline(target, kernel, head_dim, banded, tile, dtype, feature_bits, precision)
                 print(json.dumps(asdict(report)), flush=True)
 
 

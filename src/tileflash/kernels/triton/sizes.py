@@ -11,7 +11,7 @@ from torch import Tensor
 from tileflash.kernels.compat import is_interpreted
 from tileflash.kernels.options import Options
 from tileflash.kernels.triton.attention_forward import attention_forward_kernel
-from tileflash.kernels.triton.configurations import AMD, SPLIT_KEY_PASS_FROM, Kernel, Tile, select_tile
+from tileflash.kernels.triton.configurations import AMD, SPLIT_KEY_PASS_FROM, Kernel, Tile, has_tf32, select_tile
 from tileflash.kernels.triton.features import VARLEN
 
 INTERPRETED = is_interpreted(attention_forward_kernel)
@@ -68,7 +68,14 @@ class Sizes:
 
     def tile(self, kernel: Kernel) -> Tile:
         banded = self.low is not None or self.high is not None
-        return select_tile(kernel, max(self.block_d, self.block_dv), self.dtype, self.capability, banded, self.features)
+        block_d = max(self.block_d, self.block_dv)
+        return select_tile(kernel, block_d, self.dtype, self.capability, banded, self.features, self.tf32)
+
+    @property
+    def tf32(self) -> bool:
+        """Whether products of fp32 are made of TF32: where that is permitted, and there are tiles for it."""
+        permitted = self.allow_tf32 and self.dtype is torch.float32
+        return permitted and has_tf32(max(self.block_d, self.block_dv), self.features)
 
     def kv_heads_in_l2(self) -> int:
         """How many K/V heads are worked on together. Without a band all programs take equally long and none need go first."""
@@ -80,7 +87,7 @@ class Sizes:
     def flags(self) -> tuple[Any, ...]:
         """The constants that end every attention kernel's parameters."""
         precision = "upcast" if INTERPRETED and self.dtype is not torch.float32 else "ieee"
-        if self.allow_tf32 and self.dtype is torch.float32:
+        if self.tf32:
             precision = "tf32"
         even_d, even_dv = self.block_d == self.head_dim, self.block_dv == self.head_dim_v
         return (self.kv_group, even_d, even_dv, self.low is not None, self.high is not None, precision, self.features)

@@ -9,6 +9,11 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# The small tiles in which rows are made once more that met something not finite. With options they have 32 keys, over which products
+# sum: over 16, Triton 3.6 multiplies wrongly if bytes decide about the weights (`offline.narrow_products`). Without, 32 would spill.
+PART_M = tl.constexpr(16)
+PART_N = tl.constexpr(16)
+PART_N_WITH_OPTIONS = tl.constexpr(32)
 
 
 @triton.jit
