@@ -8,7 +8,8 @@ order of the same roundings is not. Here the size of the terms that are rounded 
   the logits are small or a window is full, all rows have nearly the same out, and the same roundings of it: the e_i of
   all rows count as one, and their sum is a sum of absolute values, not the root of a sum of squares.
 - Everything is summed in fp32: sixteen roundings of the sum of the terms' absolute values, times the size of the logits, whose
-  rounding is a factor of P. An element of P or dS below the smallest normal number of fp32 is 0 on a GPU.
+  rounding is a factor of P. An element of P or dS below the smallest normal number of fp32 is 0 on a GPU. And the
+  soft cap's derivative, 1 - tanh^2, is nearly 0 beyond the cap: what is left of it is the rounding of tanh.
 
 A wrong result is wrong by terms as a whole and not by roundings of them, so these allowances hide nothing.
 """
@@ -95,6 +96,7 @@ def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
         + (dropped @ v.abs() * d_out.abs()).sum(3, keepdim=True)
         + d_lse[..., None].abs()
     ) + (_VANISHES * visible)
+    capped = _SUMS * d_s.abs() if "softcap" in arguments else torch.zeros_like(d_s)
     # P, dS and the d_p that make dS are rounded, and so is out: by row
     off = unit * (out * d_out).square().sum(3, keepdim=True).sqrt()  # [B, H, Sq, 1]
     found = {
@@ -104,14 +106,14 @@ def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
         * (
             unit * ((d_s * slope).square() @ k.square()).sqrt()
             + off * ((p * slope) @ k).abs()
-            + _SUMS * size * ((away * slope) @ k.abs())
+            + (_SUMS * size * away * slope + capped) @ k.abs()
         ),
         "d_k": scale
         * (
             _over(unit * d_s * slope, q, group)
             + 3 * _over(off * p * slope, q, group)
             + _together(off * p * slope, q, group)
-            + _SUMS * _absolutely(size * away * slope, q, group)
+            + _absolutely(_SUMS * size * away * slope + capped, q.abs(), group)
         ),
         "d_v": _over(unit * dropped, d_out, group) + _SUMS * _absolutely(size * kept * p_summed, d_out, group),
     }

@@ -33,11 +33,17 @@ HIDING = tl.constexpr(4 | 8 | 16 | 32)
 
 @triton.jit
 def tanh(x):
-    """tanh with a relative error of a few roundings: a series near 0, where the formula with exp would cancel."""
+    """(tanh, its derivative), each with a relative error of a few roundings.
+
+    Near 0 tanh is a series, where the formula with exp would cancel; far from it the derivative is not 1 - tanh^2, which would.
+    """
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315))))
-    # exp overflows to inf for large x, which gives 1 as it should.
-    return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+    rest = 1.0 / (
+        1.0 + tl.exp(2.0 * tl.abs(x))
+    )  # (1 - |tanh|) / 2; exp overflows to inf for large x, which gives 0 as it should
+    far = 1.0 - 2.0 * rest
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -far, far)), 4.0 * rest * (1.0 - rest)
 
 
 @triton.jit
@@ -153,9 +159,8 @@ def explicit_logits(b_s, i_query, i_key, inside, scale, operands, FEATURES: tl.c
     derivative = 1.0
     shown = inside
     if SOFTCAP & FEATURES:
-        capped = tanh(logits / softcap)
+        capped, derivative = tanh(logits / softcap)
         logits = softcap * capped
-        derivative = 1.0 - capped * capped
     if ALIBI & FEATURES:
         logits -= slope * tl.abs(i_key - i_query - shift).to(tl.float32)
     if BIAS & FEATURES:
