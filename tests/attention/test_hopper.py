@@ -8,6 +8,7 @@ from support.exactness import Case, check
 from tileflash.attention.backends import base, hopper
 from tileflash.attention.dispatch import BACKENDS
 from tileflash.attention.problem import make_problem
+from tileflash.fuzz import Problem, examine
 from tileflash.kernels.options import Options
 
 BACKEND = BACKENDS["hopper"]
@@ -140,6 +141,24 @@ def test_rows_and_keys_that_see_nothing_may_hold_anything(poisoned_memory: None)
     assert bool((lse[:, :, :30] == -torch.inf).all())
     assert bool((grads[0][:, :30] == 0).all())
     assert all(bool(torch.isfinite(t).all()) for t in (out, *grads))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("poison", ["hidden-nan", "hidden-inf", "unseen-nan"])
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize(("sq", "sk", "causal", "window"), [
+    (300, 300, True, (None, None)), (150, 700, True, (None, None)), (700, 150, "top-left", (None, None)), (500, 520, False, (70, 40)),
+])  # fmt: skip
+def test_what_is_hidden_may_be_anything(
+    poison: str, d: int, sq: int, sk: int, causal: bool | str, window: tuple[int | None, int | None]
+) -> None:
+    """Rows that do not see a key have the output, log-sum-exp and d_q of fp64 whatever the key and its value hold."""
+    problem = Problem(
+        sq=sq, sk=sk, d=d, dv=64 if d == 80 else d, heads=2, kv_heads=1, batch=2, causal=causal, window=window, dtype=BF16,
+        poison=poison, seed=d,
+    )  # fmt: skip
+    assert examine(problem, "hopper", "cuda") == []
 
 
 @pytest.mark.gpu

@@ -80,39 +80,76 @@ def test_head_dimensions_are_padded_to_the_next_that_is_there(head_dim: int, pad
     assert configurations.padded_head_dim(head_dim) == padded
 
 
-@pytest.mark.parametrize(("block_m", "head_dim", "block_d"), [(128, 40, 64), (64, 128, 128), (64, 200, 256)])
-def test_what_the_backward_kernel_leaves_becomes_d_q(block_m: int, head_dim: int, block_d: int, device: str) -> None:
-    """The accumulator is in the order of the threads' registers: pieces of 64 rows, as the kernel's reshape and permute make them."""
-    batch, length, heads = 1, 150, 2
+def as_left_by_the_backward_kernel(d_q: torch.Tensor, block_m: int, block_d: int) -> torch.Tensor:
+    """The accumulator that holds d_q [1, S, H, D]: pieces of 64 rows in the order of the threads' registers."""
+    _, length, heads, head_dim = d_q.shape
     tiles = -(-length // block_m)
-    expected = torch.randn(batch, length, heads, head_dim, device=device)
-    padded = torch.zeros(batch, tiles * block_m, heads, block_d, device=device)
-    padded[:, :length, :, :head_dim] = expected
+    padded = torch.zeros(tiles * block_m, heads, block_d, device=d_q.device)
+    padded[:length, :, :head_dim] = d_q[0]
     columns = block_d if block_m == 128 else block_d // 2
     pieces = []
     for head, tile, piece in itertools.product(range(heads), range(tiles), range(2)):
-        rows = padded[0, tile * block_m : (tile + 1) * block_m, head]
+        rows = padded[tile * block_m : (tile + 1) * block_m, head]
         part = rows[piece * 64 :][:64] if block_m == 128 else rows[:, piece * columns :][:, :columns]
         pieces.append(part.reshape(4, 2, 8, columns // 8, 4, 2).permute(3, 0, 2, 4, 1, 5).flatten())
-    acc = torch.stack(pieces)
-    d_q = torch.full_like(expected, float("nan"))
-    row = heads * head_dim
-    finish_kernel[(heads * tiles,)](
-        acc,
-        d_q,
-        length * row,
-        row,
-        head_dim,
-        length,
-        tiles,
-        heads,
-        head_dim,
-        0.5,
-        block_m,
-        block_d,
-        head_dim == block_d,
-    )
+    return torch.stack(pieces)
+
+
+def finish(acc: torch.Tensor, stats: torch.Tensor, tensors: tuple[torch.Tensor, ...], band: tuple[int, int], scale: float,
+           block_m: int, block_d: int, banded: bool) -> torch.Tensor:  # fmt: skip
+    """d_q by the kernel; `tensors` are q, k, v, d_out."""
+    q, k, v, d_out = tensors
+    d_q = torch.full(q.shape, float("nan"), device=q.device)
+    tiles = -(-q.shape[1] // block_m)
+    strides = [stride for tensor in (d_q, q, k, v, d_out) for stride in tensor.stride()[:3]]
+    finish_kernel[(q.shape[2] * tiles,)](
+        acc, d_q, stats, q, k, v, d_out, *strides, q.shape[1], k.shape[1], tiles, q.shape[2], q.shape[2] // k.shape[2],
+        scale, scale * 1.4426950408889634, *band, q.shape[3], v.shape[3], block_m, block_d, q.shape[3] == block_d, banded,
+    )  # fmt: skip
+    return d_q
+
+
+@pytest.mark.parametrize(("block_m", "head_dim", "block_d"), [(128, 40, 64), (64, 128, 128), (64, 200, 256)])
+def test_what_the_backward_kernel_leaves_becomes_d_q(block_m: int, head_dim: int, block_d: int, device: str) -> None:
+    expected = torch.randn(1, 150, 2, head_dim, device=device)
+    acc = as_left_by_the_backward_kernel(expected, block_m, block_d)
+    d_q = finish(acc, acc, (expected,) * 4, (0, 0), 0.5, block_m, block_d, False)
     torch.testing.assert_close(d_q, expected * 0.5)
+
+
+@pytest.mark.parametrize(("block_m", "head_dim", "head_dim_v", "block_d"), [(128, 40, 64, 64), (64, 72, 16, 128)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("low", "high"), [(-300, 9), (-40, 20)])
+def test_rows_that_a_hidden_key_spoilt_are_made_again(
+    block_m: int, head_dim: int, head_dim_v: int, block_d: int, value: float, low: int, high: int, device: str
+) -> None:
+    """The accumulator holds NaN everywhere; rows that see the spoilt key come out as NaN, the others as if it were not there."""
+    rows, keys, heads, kv_heads, scale, spoilt = 150, 160, 4, 2, 0.3, 45
+    q, d_out = (torch.randn(1, rows, heads, d, device=device) for d in (head_dim, head_dim_v))
+    k, v = (torch.randn(1, keys, kv_heads, d, device=device) for d in (head_dim, head_dim_v))
+    away = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None]
+    visible = (away >= low) & (away <= high)
+    q_64, k_64, v_64 = (t.double() for t in (q, k, v))
+    q_64.requires_grad_()
+    logits = torch.einsum("bihd,bjhd->bhij", q_64, k_64.repeat_interleave(2, 2)) * scale
+    lse = logits.masked_fill(~visible, -torch.inf).logsumexp(3)
+    out = torch.einsum(
+        "bhij,bjhd->bihd", logits.masked_fill(~visible, -torch.inf).softmax(3), v_64.repeat_interleave(2, 2)
+    )
+    (expected,) = torch.autograd.grad(out, q_64, d_out.double())
+    delta = (out * d_out).sum(3).transpose(1, 2)
+    tiles = -(-rows // block_m)
+    stats = torch.zeros(heads, 2, tiles * block_m, device=device)
+    stats[:, 0, rows:] = torch.inf
+    stats[:, 0, :rows], stats[:, 1, :rows] = lse[0].float() * 1.4426950408889634, delta[0].float()
+    stats = stats.unflatten(2, (tiles, block_m)).transpose(1, 2).contiguous()
+    acc = as_left_by_the_backward_kernel(torch.full_like(q, float("nan")), block_m, block_d)
+    k[:, spoilt], v[:, spoilt] = value, value
+    d_q = finish(acc, stats, (q, k, v, d_out), (low, high), scale, block_m, block_d, True)
+    sees = visible[:, spoilt]
+    torch.testing.assert_close(d_q[:, ~sees].double(), expected[:, ~sees], rtol=1e-5, atol=1e-5)
+    assert not bool(d_q[:, sees].isfinite().all(3).any())
+    assert 0 < int(sees.sum()) < rows
 
 
 @pytest.mark.parametrize("with_d_lse", [False, True])

@@ -110,7 +110,7 @@ def attention_forward(
         seen_out, seen_lse = _queries(out, seen), lse[:, :, seen.query_begin :]
     if launch is not None:
         with current_device(q):
-            launch((q, k, v, seen_out), (seen_lse, table), q.get_device())
+            launch((q, k, v, seen_out), (seen_lse, table, q, k, v), q.get_device())
     return out, lse
 
 
@@ -159,7 +159,7 @@ def attention_backward(
             # Where there is no d_lse, an address that is not looked at.
             prepare((out, d_out, lse, stats if d_lse is None else d_lse, stats, acc), device_index)
             launch((q, k, v, d_out, stats, acc, seen_d_k, seen_d_v), (acc, table), device_index)
-            finish((acc, seen_d_q), device_index)
+            finish((acc, seen_d_q, stats, q, k, v, d_out), device_index)
     return d_q, d_k, d_v, NO_GRADIENTS
 
 
@@ -196,7 +196,7 @@ def _prepare_forward(
     )
     scalars = (
         query_length, items, tiles, query_tiles, seen.queries, seen.keys, heads, heads // kv_heads, scale * _LOG2_E,
-        *seen.bounds(),
+        *seen.bounds(), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], head_dim, head_dim_v,
     )  # fmt: skip
     launch = PreparedDescriptorLaunch(call.kernel, programs, tuple(described), scalars, call.constants)
     return seen, launch, table
@@ -261,8 +261,9 @@ def _prepare_backward(
     )  # fmt: skip
     row = heads * head_dim
     after = (
-        query_length * row, row, head_dim, seen.queries, query_tiles, heads, head_dim, scale,
-        block_m, padded, padded == head_dim,
+        query_length * row, row, head_dim, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
+        seen.queries, seen.keys, query_tiles, heads, heads // kv_heads, scale, scale * _LOG2_E, *seen.bounds(), head_dim, head_dim_v,
+        block_m, padded, padded == head_dim, band != "full",
     )  # fmt: skip
     launches = (
         PreparedLaunch(prepare_kernel, rows, before, 4, 2),

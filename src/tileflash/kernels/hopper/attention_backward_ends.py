@@ -3,18 +3,9 @@
 import triton
 import triton.language as tl
 
+from tileflash.kernels.hopper.attention_backward_again import d_query_again, load_rows
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _load_rows(ptr, i_rows, end, stride, D, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr):
-    """Rows of a [S, D] matrix as fp32 [len(i_rows), BLOCK_D]; 0 outside."""
-    i_columns = tl.arange(0, BLOCK_D)
-    mask = (i_rows < end)[:, None]
-    if not EVEN_D:
-        mask = mask & (i_columns < D)[None, :]
-    offsets = i_rows.to(tl.int64)[:, None] * stride + i_columns[None, :]
-    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["query_length", "query_tiles", "heads", "lse_stride"])
@@ -32,8 +23,8 @@ def prepare_kernel(
     i_rows = tile % query_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     o_base = out_ptr + batch * stride_ob + head * stride_oh
     g_base = d_out_ptr + batch * stride_gb + head * stride_gh
-    out = _load_rows(o_base, i_rows, query_length, stride_os, DV, BLOCK_D, EVEN_DV)  # [BLOCK_M, BLOCK_D]
-    d_out = _load_rows(g_base, i_rows, query_length, stride_gs, DV, BLOCK_D, EVEN_DV)  # [BLOCK_M, BLOCK_D]
+    out = load_rows(o_base, i_rows, query_length, stride_os, DV, BLOCK_D, EVEN_DV)  # [BLOCK_M, BLOCK_D]
+    d_out = load_rows(g_base, i_rows, query_length, stride_gs, DV, BLOCK_D, EVEN_DV)  # [BLOCK_M, BLOCK_D]
     inside = i_rows < query_length
     lse_offsets = batch_head.to(tl.int64) * lse_stride + i_rows
     lse = tl.load(lse_ptr + lse_offsets, mask=inside, other=float("inf"))
@@ -50,25 +41,41 @@ def prepare_kernel(
     tl.store(stats + BLOCK_M, delta)
 
 
-@triton.jit(do_not_specialize=["query_length", "query_tiles", "heads"])
+# Lengths, counts and strides are not specialised: a new length must not mean a new compilation.
+@triton.jit(
+    do_not_specialize=[
+        "query_length", "key_length", "query_tiles", "heads", "kv_group", "low", "high", "D", "DV",
+        "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+        "stride_gb", "stride_gs", "stride_gh",
+    ]
+)  # fmt: skip
 def finish_kernel(
-    acc_ptr, d_q_ptr, stride_qb, stride_qs, stride_qh, query_length, query_tiles, heads, D, scale,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    acc_ptr, d_q_ptr, stats_ptr, q_ptr, k_ptr, v_ptr, d_out_ptr,
+    stride_dqb, stride_dqs, stride_dqh, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
+    query_length, key_length, query_tiles, heads, kv_group, scale, scale_log2, low, high, D, DV,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, HAS_BAND: tl.constexpr,
 ):  # fmt: skip
     """d_q of one tile of queries: two pieces of 64 rows, side by side or one below the other, which the backward kernel's warpgroups left
-    in the order of their threads' registers."""
+    in the order of their threads' registers. A tile that holds NaN is made again where a key may be hidden from a row."""
     tile = tl.program_id(0)
     batch_head = tile // query_tiles
-    base = d_q_ptr + (batch_head // heads).to(tl.int64) * stride_qb + (batch_head % heads).to(tl.int64) * stride_qh
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    base = d_q_ptr + batch * stride_dqb + head * stride_dqh
+    i_row = tile % query_tiles * BLOCK_M
     COLUMNS: tl.constexpr = BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2  # of a piece
+    lost = 0
     for piece in tl.static_range(2):
         places = piece * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS)
         values = tl.load(acc_ptr + tile.to(tl.int64) * (BLOCK_M * BLOCK_D) + places)
+        if HAS_BAND:
+            lost += tl.max((values != values).to(tl.int32), 0)
         values = (values * scale).to(d_q_ptr.dtype.element_ty)
         # (columns by 8, warp, row, pair of columns, half of the rows, 2) -> [64, COLUMNS]
         values = tl.reshape(values, [COLUMNS // 8, 4, 8, 4, 2, 2])
         values = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), [64, COLUMNS])
-        i_rows = tile % query_tiles * BLOCK_M + tl.arange(0, 64)
+        i_rows = i_row + tl.arange(0, 64)
         i_columns = tl.arange(0, COLUMNS)
         if BLOCK_M == 64:
             i_columns += piece * COLUMNS
@@ -77,4 +84,13 @@ def finish_kernel(
         mask = (i_rows < query_length)[:, None]
         if not EVEN_D:
             mask = mask & (i_columns < D)[None, :]
-        tl.store(base + i_rows.to(tl.int64)[:, None] * stride_qs + i_columns[None, :], values, mask=mask)
+        tl.store(base + i_rows.to(tl.int64)[:, None] * stride_dqs + i_columns[None, :], values, mask=mask)
+    if HAS_BAND:
+        if lost != 0:
+            tl.debug_barrier()  # what was stored above by other threads is written over
+            d_query_again(
+                base, stride_dqs, stats_ptr + tile.to(tl.int64) * (2 * BLOCK_M), i_row, query_length, key_length,
+                batch, head, head // kv_group, q_ptr, k_ptr, v_ptr, d_out_ptr,
+                stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+                stride_gb, stride_gs, stride_gh, scale, scale_log2, low, high, D, DV, BLOCK_M, BLOCK_D,
+            )  # fmt: skip

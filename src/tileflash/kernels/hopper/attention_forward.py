@@ -17,6 +17,7 @@ from tileflash.kernels.compat_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tileflash.kernels.hopper.attention_forward_again import attend_again, holds_nan
 from tileflash.kernels.hopper.tile import LN_2, mask_logits, scheduled_tile, unmasked_tiles, visible_tiles
 
 
@@ -125,7 +126,7 @@ def _softmax_step(logits, row_max, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
     WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
@@ -238,7 +239,17 @@ def _consume(
                 out = out_shared.index(WARPGROUP)
                 if not OUT_IN_Q:
                     tma_store_wait(0)  # the tile before may still be leaving
-                out.reshape([64, BLOCK_D]).store(acc.to(DTYPE))
+                rows = out.reshape([64, BLOCK_D])
+                if HAS_HIGH:
+                    if holds_nan(acc):
+                        attend_again(
+                            rows, inputs, batch, head, kv_group, own_first, query_length, key_length, low, high, scale_log2,
+                            HAS_LOW, BLOCK_D,
+                        )  # fmt: skip
+                    else:
+                        rows.store(acc.to(DTYPE))
+                else:
+                    rows.store(acc.to(DTYPE))
                 fence_async_shared()
                 tma_store(out_desc, [batch, head, own_first, 0], out)
                 if OUT_IN_Q:
@@ -254,12 +265,14 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "lse_stride", "items", "tiles", "query_tiles", "query_length", "key_length", "heads", "kv_group", "low", "high",
+        "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head", "D", "DV",
     ],
     do_not_specialize_on_alignment=["lse_ptr"],  # which may begin at any row
 )  # fmt: skip
 def attention_forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, table_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, table_ptr, q_ptr, k_ptr, v_ptr,
     lse_stride, items, tiles, query_tiles, query_length, key_length, heads, kv_group, scale_log2, low, high,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, D, DV,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, OUT_IN_Q: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -267,7 +280,8 @@ def attention_forward_kernel(
     """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (fp32, natural logarithm) of q [B, Sq, Hq, D], k [B, Sk, Hq // kv_group, D], v likewise.
 
     The descriptors see the tensors as [B, H, S, D] in tiles of [1, 1, 64 or BLOCK_N, BLOCK_D]; what lies outside is read as 0 and not
-    written. `table_ptr` [items, programs] has the tiles of each program (int32, -1 for none); it is not read without a band.
+    written. `table_ptr` [items, programs] has the tiles of each program (int32, -1 for none); it is not read without a band. The
+    pointers to q, k and v, their strides and head dimensions are for rows that are made again.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     q_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, 1, 1, 64, BLOCK_D], q_desc.layout)
@@ -297,15 +311,18 @@ def attention_forward_kernel(
     buffers = (q_shared, k_shared, v_shared, out_shared)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high)
+    inputs = (
+        (q_batch, q_row, q_head), (k_batch, k_row, k_head), (v_batch, v_row, v_head), q_ptr, k_ptr, v_ptr, D, DV,
+    )  # fmt: skip
     # The tuples of arguments stand inside the call: constants in a tuple that has a name stop being constants.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
                     0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
                     1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_produce, (
                     descriptors, buffers, barriers, table_ptr, sizes,
@@ -318,13 +335,13 @@ def attention_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
                     0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
                     1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
                     2, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_produce, (
                     descriptors, buffers, barriers, table_ptr, sizes,

@@ -61,6 +61,8 @@ class KernelCall:
             return self.boxes[parameter].signature()
         if parameter in self.constants:
             return "constexpr"
+        if parameter in ("q_ptr", "k_ptr", "v_ptr"):
+            return f"*{TYPE_NAMES[self.boxes['q_desc'].dtype]}"
         if parameter.endswith("_ptr"):
             return "*i32" if parameter == "table_ptr" else "*fp32"
         return "fp32" if parameter.startswith("scale") else "i32"

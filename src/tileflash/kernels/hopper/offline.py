@@ -29,8 +29,9 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 @dataclass(frozen=True)
 class Report:
-    """What one kernel compiled to. `spill_bytes` counts stores and loads; `serialised` the times that ptxas had to run wgmma one after
-    the other (C75xx); `named_barriers` the waits at a hardware barrier of our own, one a warpgroup where there are any."""
+    """What one kernel compiled to. `spill_bytes` counts stores and loads, `spills_in_loops` those instructions among them that stand in
+    a loop over tiles; `serialised` the times that ptxas had to run wgmma one after the other (C75xx); `named_barriers` the waits
+    at a hardware barrier of our own, one a warpgroup where there are any."""
 
     kernel: str
     head_dim: int
@@ -38,6 +39,7 @@ class Report:
     dtype: str
     registers: int
     spill_bytes: int
+    spills_in_loops: int
     shared_bytes: int
     wgmma: int
     serialised: int
@@ -86,11 +88,43 @@ def report(kernel: str, head_dim: int, band: str, dtype: torch.dtype, compiled: 
         TYPE_NAMES[dtype],
         int(re.findall(r"Used (\d+) registers", said)[0]),
         sum(int(count) for count in re.findall(r"(\d+) bytes spill", said)),
+        spills_in_loops(_disassembled(compiled)),
         compiled.metadata.shared,
         ptx.count("wgmma.mma_async"),
         len(re.findall(r"C75\d\d", said)),
         len(re.findall(r"bar\.sync\s+1\d,", ptx)),
     )
+
+
+def _disassembled(compiled: Any) -> str:
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        run = subprocess.run([str(tools / "nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True)
+    return run.stdout
+
+
+def spills_in_loops(sass: str) -> int:
+    """Number of accesses to local memory in the innermost loops that multiply with wgmma; a loop is what a jump backwards spans."""
+    lines = sass.splitlines()
+    labels = {line[:-1]: at for at, line in enumerate(lines) if line.startswith(".L_") and line.endswith(":")}
+    loops = []
+    for at, line in enumerate(lines):
+        target = re.search(r"BRA(?:\.\w+)* .*\((\.L_\w+)\)", line)
+        if target and labels.get(target[1], at) < at:
+            loops.append(range(labels[target[1]], at))
+    loops = [loop for loop in loops if any("HGMMA" in lines[i] for i in loop)]
+
+    def is_innermost(one: range) -> bool:
+        """Holds no other loop; and is none that only seems to be one, where what a loop does rarely stands far behind it and jumps back."""
+        return not any(
+            other != one and ((other[0] in one and other[-1] in one) or (other[0] < one[0] <= other[-1] < one[-1]))
+            for other in loops
+        )
+
+    innermost = [loop for loop in loops if is_innermost(loop)]
+    return sum(bool(re.search(r"\b(LDL|STL)\b", lines[i])) for loop in innermost for i in loop)
 
 
 def main(dtypes: list[str]) -> None:
