@@ -163,6 +163,16 @@ def test_what_is_hidden_may_be_anything(
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_what_is_hidden_may_be_anything_where_a_program_makes_several_tiles(d: int) -> None:
+    problem = Problem(
+        sq=600, sk=600, d=d, dv=d, heads=8, kv_heads=2, batch=8, causal=True, dtype=BF16, poison="hidden-nan"
+    )
+    assert examine(problem, "hopper", "cuda") == []
+
+
+@pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize("offset", [-3.0e4, 3.0e4])
 def test_logits_far_from_0(offset: float) -> None:
     """The keys that fill up a tile have the logit 0, which is far from these: they must not overflow into the gradients."""

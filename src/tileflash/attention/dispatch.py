@@ -46,12 +46,25 @@ class NoBackendError(ValueError):
 def choose(problem: AttentionProblem, backend: str) -> Backend:
     """The backend for a problem. Raises NoBackendError with all reasons, ValueError for an unknown name."""
     order = order_of(backend, problem.second_derivative)
-    for name in order:
-        if not BACKENDS[name].reasons(problem):
-            return BACKENDS[name]
+    chosen = first_that_serves(problem, order)
+    if chosen is not None:
+        return chosen
     details = "\n".join(f"  {name}: {'; '.join(BACKENDS[name].reasons(problem))}" for name in order)
     hint = '\nbackend="reference" serves every problem, with O(Sq * Sk) memory' if backend == "auto" else ""
     raise NoBackendError(f"backend {backend!r} cannot serve attention of {problem.describe()}:\n{details}{hint}")
+
+
+def first_that_serves(problem: AttentionProblem, order: tuple[str, ...]) -> Backend | None:
+    """The first backend that serves and does not stand back, else the first that serves."""
+    standing_back = None
+    for name in order:
+        backend = BACKENDS[name]
+        if backend.reasons(problem):
+            continue
+        if backend.stands_back(problem) is None:
+            return backend
+        standing_back = standing_back or backend
+    return standing_back
 
 
 def order_of(backend: str, second_derivative: bool = False) -> tuple[str, ...]:

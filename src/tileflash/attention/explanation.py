@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tileflash.attention.dispatch import BACKENDS, FAMILIES, order_of
+from tileflash.attention.dispatch import BACKENDS, FAMILIES, first_that_serves, order_of
 from tileflash.attention.problem import AttentionProblem
 from tileflash.gpu_peaks import Gpu, find_gpu
 
@@ -45,7 +45,8 @@ class Explanation:
         if self.reasons[name]:
             return "cannot: " + "; ".join(self.reasons[name])
         if name in FAMILIES.get(self.asked_for, (self.asked_for,)):
-            return f"could serve, stands after {self.choice} in the order"
+            why = BACKENDS[name].stands_back(self.problem) or f"stands after {self.choice} in the order"
+            return f"could serve, {why}"
         memory = "" if BACKENDS[name].linear_memory else " (needs O(Sq * Sk) memory)"
         return "could serve, only when named" + memory
 
@@ -54,8 +55,10 @@ def explain_problem(problem: AttentionProblem, backend: str) -> Explanation:
     """What `choose` would do, every backend's reasons, and the plan of the one chosen."""
     order = order_of(backend, problem.second_derivative)
     reasons = {name: candidate.reasons(problem) for name, candidate in BACKENDS.items()}
-    choice = next((name for name in order if not reasons[name]), None)
-    return Explanation(problem, backend, choice, reasons, [] if choice is None else BACKENDS[choice].plan(problem))
+    chosen = first_that_serves(problem, order)
+    if chosen is None:
+        return Explanation(problem, backend, None, reasons)
+    return Explanation(problem, backend, chosen.name, reasons, chosen.plan(problem))
 
 
 def backward_flops(problem: AttentionProblem) -> int:

@@ -61,6 +61,10 @@ class Backend:
             found.append("has no second derivative")
         return found
 
+    def stands_back(self, problem: AttentionProblem) -> str | None:
+        """Why a choice among several takes another that serves before this one, out of its turn; None where it does not."""
+        return None
+
     def plan(self, problem: AttentionProblem) -> list[str]:
         """How the problem would be computed, for people to read: a line a kernel or step. For problems without reasons against."""
         return ["how it launches is not described"]

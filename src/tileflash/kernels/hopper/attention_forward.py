@@ -17,7 +17,7 @@ from tileflash.kernels.compat_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tileflash.kernels.hopper.attention_forward_again import attend_again, holds_nan
+from tileflash.kernels.hopper.attention_forward_again import attend_again
 from tileflash.kernels.hopper.tile import LN_2, mask_logits, scheduled_tile, unmasked_tiles, visible_tiles
 
 
@@ -142,6 +142,8 @@ def _consume(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
     q = q_shared.index(WARPGROUP).reshape([64, BLOCK_D])
+    # NaN from the first tile on whose rows hold NaN: each thread looks at what it holds, and what it found is put together at the end.
+    lost = _row_sums_in_threads(gl.zeros([64, BLOCK_D], gl.float32, OUT))
     count = 0
     next_tile = scheduled_tile(table_ptr, 0, items, tiles, HAS_HIGH)
     for item in range(items):
@@ -236,20 +238,12 @@ def _consume(
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
+                if HAS_HIGH:
+                    lost += _row_sums_in_threads(acc) * 0.0
                 out = out_shared.index(WARPGROUP)
                 if not OUT_IN_Q:
                     tma_store_wait(0)  # the tile before may still be leaving
-                rows = out.reshape([64, BLOCK_D])
-                if HAS_HIGH:
-                    if holds_nan(acc):
-                        attend_again(
-                            rows, inputs, batch, head, kv_group, own_first, query_length, key_length, low, high, scale_log2,
-                            HAS_LOW, BLOCK_D,
-                        )  # fmt: skip
-                    else:
-                        rows.store(acc.to(DTYPE))
-                else:
-                    rows.store(acc.to(DTYPE))
+                out.reshape([64, BLOCK_D]).store(acc.to(DTYPE))
                 fence_async_shared()
                 tma_store(out_desc, [batch, head, own_first, 0], out)
                 if OUT_IN_Q:
@@ -258,6 +252,22 @@ def _consume(
                 count += 1
                 if HAS_LOW:
                     count = _skip_tiles(own_begin - begin, count, barriers, STAGES)
+    if HAS_HIGH:
+        found = gl.sum(gl.sum(lost, 1), 0)
+        if found != found:
+            for item in range(items):
+                tile = scheduled_tile(table_ptr, item, items, tiles, HAS_HIGH)
+                first, _last, batch, head, kv_head = _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M)
+                own_first = first + WARPGROUP * 64
+                if (tile >= 0) & (own_first < query_length):
+                    out = out_shared.index(WARPGROUP)
+                    tma_store_wait(0)
+                    attend_again(
+                        out.reshape([64, BLOCK_D]), inputs, batch, head, kv_head, own_first, query_length, key_length,
+                        low, high, scale_log2, HAS_LOW, BLOCK_D,
+                    )  # fmt: skip
+                    fence_async_shared()
+                    tma_store(out_desc, [batch, head, own_first, 0], out)
     tma_store_wait(0)
 
 
