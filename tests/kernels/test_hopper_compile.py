@@ -15,10 +15,9 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 TRITON_36 = Path(sys.prefix) / "triton-3.6.0"
 SHARED_LIMIT_BYTES = 227 * 1024
-# Stores and loads together. None are in the loops over tiles: what is kept there is read once for a tile of the schedule.
-SPILL_LIMIT_BYTES = {
-    ("forward", 64): 256, ("forward", 128): 64, ("forward", 256): 160, ("backward", 64): 128, ("backward", 128): 128,
-}  # fmt: skip
+# Stores and loads together. In the forward pass none are in the loops over tiles: what is kept there is read once for a tile of queries.
+SPILL_LIMIT_BYTES = {("forward", 64): 180, ("forward", 256): 220, ("backward", 64): 128, ("backward", 128): 128}
+LOOP_SPILL_LIMIT = {("backward", 64): 4}  # loads and stores, where a tile is masked
 # Products in the loop and before it, for each of the consumer warpgroups: fewer would mean that some went to FMA units.
 LEAST_WGMMA = {
     ("forward", 64): 3 * 24, ("forward", 128): 2 * 32, ("forward", 256): 2 * 40,
@@ -60,7 +59,7 @@ def test_shipped_configurations_fit_the_hardware(dtype: str, reports: dict[str, 
         key = (report["kernel"].split(",")[0], report["head_dim"])
         assert report["shared_bytes"] <= SHARED_LIMIT_BYTES, name
         assert report["spill_bytes"] <= SPILL_LIMIT_BYTES.get(key, 0), name
-        assert report["spills_in_loops"] == 0, name
+        assert report["spills_in_loops"] <= LOOP_SPILL_LIMIT.get(key, 0), name
         assert report["serialised"] == 0, f"ptxas serialised wgmma: {name}"
         assert report["wgmma"] >= LEAST_WGMMA[key], f"products are missing: {name}"
         assert report["named_barriers"] == NAMED_BARRIERS.get(key, 0), name
