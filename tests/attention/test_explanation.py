@@ -104,6 +104,18 @@ def test_options_reach_the_plan_and_work_that_is_not_known_is_not_told(device: s
     assert "FLOPs, at least" not in masked
 
 
+def test_to_explain_dropout_moves_no_generator(device: str) -> None:
+    q, k, v = Case(40, 40, 64).draw(device)
+    generator = torch.Generator(device).manual_seed(5)
+    states = torch.get_rng_state(), generator.get_state()
+    for given in ({}, {"generator": generator}):
+        assert "dropout" in str(tileflash.explain(q, k, v, dropout_p=0.3, **given).problem.features)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(generator.get_state(), states[1])
+    with pytest.raises(ValueError, match="dropout_seed and generator are both given"):
+        tileflash.explain(q, k, v, dropout_p=0.3, dropout_seed=1, generator=generator)
+
+
 def test_the_plans_of_the_others(device: str) -> None:
     q, k = torch.zeros(2, 1000, 8, 16, device=device), torch.zeros(2, 1500, 4, 16, device=device)
     strips = list(_bounds(q, k))

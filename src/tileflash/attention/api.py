@@ -220,6 +220,8 @@ def explain(
     """
     check_tensors(q, k, v)
     q, k, v = _autocast(q, k, v)
+    if options.get("dropout_seed") is None:  # any seed: what is only explained must not move a generator
+        options = {**options, "dropout_seed": 0, "generator": None}
     made = make_options(q, k, **options, top_left=causal == "top-left")
     problem = make_problem(
         q,
