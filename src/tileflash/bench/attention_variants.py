@@ -1,4 +1,4 @@
-"""Who computes attention in the benchmark: ours by backend, and PyTorch's backends pinned one by one."""
+"""Who computes attention in the benchmark: ours by backend, PyTorch's backends pinned one by one, and the peers beside it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tileflash.bench.attention_peers import LOADERS, Attention, peer
 from tileflash.bench.flags import FAILED, OUT_OF_MEMORY, UNSUPPORTED
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 _OURS = "tileflash-"
 _LONGEST_REASON = 400
 _REFUSALS = ("No available kernel", "No viable backend")  # what a pinned SDPA says when its backend cannot serve
@@ -29,10 +29,13 @@ def attention_variant(name: str) -> Attention:
 
     `tileflash-BACKEND` is tileflash.attention(..., backend=BACKEND), `reference` its textbook backend; `fa2`, `cudnn`,
     `efficient` and `math` are the backends of PyTorch's scaled_dot_product_attention, each pinned so that it never
-    falls back silently. ValueError for another name.
+    falls back silently. `fa3`, `fa4` and `flash-attn` are packages of their own (`attention_peers`). ValueError for
+    another name.
     """
     if name in _PEERS:
         return _pinned(_PEERS[name])
+    if name in LOADERS:
+        return peer(name)
     if name == "reference":
         return _ours("reference")
     if name.startswith(_OURS) and len(name) > len(_OURS):
@@ -42,7 +45,9 @@ def attention_variant(name: str) -> Attention:
         if backend not in BACKENDS and backend not in FAMILIES:
             raise ValueError(f"`variants` named {name!r}; BACKEND must be one of {', '.join([*FAMILIES, *BACKENDS])}")
         return _ours(backend)
-    raise ValueError(f"`variants` named {name!r}; it must be tileflash-BACKEND, reference, {', '.join(_PEERS)}")
+    raise ValueError(
+        f"`variants` named {name!r}; it must be tileflash-BACKEND, reference, {', '.join((*_PEERS, *LOADERS))}"
+    )
 
 
 def _ours(backend: str) -> Attention:

@@ -35,7 +35,10 @@ def attention(
     direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "forward,backward",
     variants: Annotated[
         str,
-        typer.Option(help="tileflash-BACKEND, reference, fa2, cudnn, efficient, math (PyTorch's backends, pinned)."),
+        typer.Option(
+            help="tileflash-BACKEND, reference; fa2, cudnn, efficient, math (PyTorch's, pinned); fa3, fa4, flash-attn "
+            "(packages; TILEFLASH_FA3_LIBRARY may name FA3's compiled operators)."
+        ),
     ] = "tileflash-triton,fa2,cudnn",
     baseline: Annotated[
         str | None, typer.Option(help="Ratios are to this one.", show_default="fa2, or the first")

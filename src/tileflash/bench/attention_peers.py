@@ -1,0 +1,93 @@
+"""Peers that PyTorch does not bring along, as variants of the benchmark: the flash-attn package, FlashAttention 3 and 4.
+
+Each is looked for when it is first called. One that is not here raises NotImplementedError with what was looked for: a reason in the
+table's cell, not the end of the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+FA3_LIBRARY = "TILEFLASH_FA3_LIBRARY"  # where FlashAttention 3's compiled operators lie, if no package brings them
+
+
+class _FlashAttention3(torch.autograd.Function):
+    """torch.ops.flash_attn_3, the operators that the package flash_attn_3 and xformers' wheel share."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        scale = q.shape[3] ** -0.5
+        out, lse = torch.ops.flash_attn_3.fwd(
+            q, k, v, max_seqlen_q=None, softmax_scale=scale, is_causal=causal, num_splits=1
+        )[:2]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        torch.ops.flash_attn_3.bwd(
+            gradients[0], q, k, v, out, lse, d_q, d_k, d_v, softmax_scale=ctx.scale, is_causal=ctx.causal
+        )
+        return d_q, d_k, d_v, None
+
+
+def _load_fa3() -> Attention:
+    library = os.environ.get(FA3_LIBRARY)
+    if library:
+        if not Path(library).is_file():
+            raise NotImplementedError(f"FlashAttention 3: {FA3_LIBRARY} is {library!r}, which is no file")
+        torch.ops.load_library(library)
+    else:
+        try:
+            import flash_attn_3._C  # noqa: F401  # registers the operators
+        except ImportError as error:
+            raise NotImplementedError(
+                f"FlashAttention 3 is not here: no package flash_attn_3 ({error}), and {FA3_LIBRARY} names no library"
+            ) from error
+    return lambda q, k, v, causal: _FlashAttention3.apply(q, k, v, causal)
+
+
+def _load_fa4() -> Attention:
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+    except ImportError as error:
+        raise NotImplementedError(f"FlashAttention 4 is not here: flash_attn.cute.interface: {error}") from error
+
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        result = flash_attn_func(q, k, v, causal=causal)
+        return result[0] if isinstance(result, tuple) else result  # (out, lse) since its betas
+
+    return run
+
+
+def _load_flash_attn() -> Attention:
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError as error:
+        raise NotImplementedError(f"the package flash-attn is not here: {error}") from error
+    return lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal)
+
+
+LOADERS: dict[str, Callable[[], Attention]] = {"fa3": _load_fa3, "fa4": _load_fa4, "flash-attn": _load_flash_attn}
+
+
+def peer(name: str) -> Attention:
+    """The peer `name` of LOADERS as a variant; NotImplementedError at the first call where it is not here."""
+    loaded: list[Attention] = []
+
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        if not loaded:
+            loaded.append(LOADERS[name]())
+        return loaded[0](q, k, v, causal)
+
+    return run
