@@ -13,6 +13,7 @@ from tileflash.cli.explain import explain
 from tileflash.cli.fuzz import fuzz
 from tileflash.cli.report import report
 from tileflash.cli.train import train as train_command
+from tileflash.cli.warmup import warmup
 from tileflash.cli.weights import weights_app
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.add_typer(bench_app, name="bench")
 app.command("report")(report)
 app.command("explain")(explain)
 app.command("doctor")(doctor)
+app.command("warmup")(warmup)
 app.command("fuzz")(fuzz)
 app.add_typer(weights_app, name="weights")
 

@@ -65,12 +65,12 @@ def attention(
     from tileflash.bench.attention import AttentionSuite
     from tileflash.bench.timing import TimingPlan
 
-    names = _words(variants)
+    names = words(variants)
     suite = AttentionSuite(
-        head_dims=_numbers("--head-dims", head_dims),
-        lengths=_numbers("--lengths", lengths),
-        masks=_words(masks),
-        directions=_words(direction),  # type: ignore[arg-type]  # the suite checks the words
+        head_dims=numbers("--head-dims", head_dims),
+        lengths=numbers("--lengths", lengths),
+        masks=words(masks),
+        directions=words(direction),  # type: ignore[arg-type]  # the suite checks the words
         variants=names,
         tokens=tokens,
         width=width,
@@ -84,13 +84,15 @@ def attention(
     raise typer.Exit(_run_attention(suite, output))
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
+    """The words of a comma-separated option."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """The numbers of a comma-separated option; ValueError names the option."""
     try:
-        return tuple(int(word) for word in _words(text))
+        return tuple(int(word) for word in words(text))
     except ValueError:
         raise ValueError(f"`{option}` was {text!r}; it must be whole numbers separated by commas") from None
 
