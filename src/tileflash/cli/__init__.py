@@ -13,6 +13,7 @@ from tileflash.cli.explain import explain
 from tileflash.cli.fuzz import fuzz
 from tileflash.cli.report import report
 from tileflash.cli.train import train as train_command
+from tileflash.cli.tune import tune
 from tileflash.cli.warmup import warmup
 from tileflash.cli.weights import weights_app
 
@@ -33,6 +34,7 @@ app.command("report")(report)
 app.command("explain")(explain)
 app.command("doctor")(doctor)
 app.command("warmup")(warmup)
+app.command("tune")(tune)
 app.command("fuzz")(fuzz)
 app.add_typer(weights_app, name="weights")
 

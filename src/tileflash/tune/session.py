@@ -1,0 +1,166 @@
+"""The parent of a tuning: all candidates compiled and verified by children side by side, then each row timed by one child alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tileflash.bench.ledger import CaseValue, Line
+from tileflash.bench.sitting import Sitting
+from tileflash.bench.statistic import Statistic, geometric_mean
+from tileflash.tune.calls import Shape
+from tileflash.tune.candidates import Target, candidates, words
+
+SUITE = "tuning"
+_VERIFY_LENGTH = 512
+CHILD = (sys.executable, "-m", "tileflash.tune.child")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: lengths at `tokens` tokens and `width` columns; `jobs` children compile at a time, `timeout_s` is for one of
+    them; rounds and milliseconds are those of the timer."""
+
+    lengths: tuple[int, ...] = (512, 2048, 8192)
+    tokens: int = 16384
+    width: int = 2048
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    jobs: int = 8
+    rounds: int = 5
+    target_ms: float = 30.0
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"`lengths` were {self.lengths}; they must be at least 1")
+
+
+@dataclass(eq=False)
+class Outcome:
+    """What came of one configuration: why it is out, or times and speeds relative to the shipped one, by length."""
+
+    configuration: Any
+    shipped: bool
+    failure: str = ""
+    time_ms: dict[int, Statistic] = field(default_factory=dict)
+    speed_ratio: dict[int, Statistic] = field(default_factory=dict)
+
+    @property
+    def mean_ratio(self) -> float:
+        """Geometric mean over the lengths; 0 where nothing was timed."""
+        return geometric_mean(ratio.median for ratio in self.speed_ratio.values()) if self.speed_ratio else 0.0
+
+
+def tune(targets: Sequence[Target], settings: Settings, tell: Callable[[str], None] = lambda message: None) -> Iterator[
+    tuple[Target, list[Outcome]]
+]:  # fmt: skip
+    """Each row with its outcomes, best first. What fails or takes its process down is out and says why."""
+    outcomes = {target: [Outcome(c, i == 0) for i, c in enumerate(candidates(target))] for target in targets}
+    with ThreadPoolExecutor(settings.jobs) as pool:
+        jobs = []
+        for target, found in outcomes.items():
+            others = list(range(1, len(found)))
+            share = max(1, -(-len(others) // settings.jobs))
+            for first in range(0, max(1, len(others)), share):
+                jobs.append((target, [0, *others[first : first + share]]))
+        tell(f"{sum(map(len, outcomes.values()))} configurations of {len(targets)} rows: compiling and verifying")
+        list(pool.map(lambda job: _verify(job[0], job[1], outcomes[job[0]], settings), jobs))
+    for target, found in outcomes.items():
+        alive = [index for index, outcome in enumerate(found) if not outcome.failure]
+        tell(f"{target}: timing {len(alive)} of {len(found)}")
+        if 0 in alive:
+            _run(target, alive, found, settings, settings.lengths, timed=True)
+        yield target, sorted(found, key=lambda outcome: -outcome.mean_ratio)
+
+
+def ledger_lines(target: Target, outcomes: Sequence[Outcome], settings: Settings, sitting: Sitting) -> Iterator[Line]:
+    """Times and ratios of all that were timed."""
+    for outcome in outcomes:
+        for length, time_ms in outcome.time_ms.items():
+            case: dict[str, CaseValue] = {
+                "backend": target.backend, "kernel": target.kernel, "head_dim": target.head_dim,
+                "mask": "causal" if target.banded else "full", "options": target.options or "none", "seq": length,
+                "tokens": settings.tokens, "width": settings.width, "dtype": settings.dtype,
+            }  # fmt: skip
+            name = words(outcome.configuration)
+            yield sitting.line(SUITE, case, name, "time_ms", time_ms)
+            if not outcome.shipped and length in outcome.speed_ratio:
+                yield sitting.line(SUITE, case, name, "speed_ratio_to_shipped", outcome.speed_ratio[length])
+
+
+def _verify(target: Target, indices: list[int], outcomes: list[Outcome], settings: Settings) -> None:
+    _run(target, indices, outcomes, settings, (min(_VERIFY_LENGTH, settings.tokens),), timed=False)
+
+
+def _run(
+    target: Target, indices: list[int], outcomes: list[Outcome], settings: Settings, lengths: Sequence[int], timed: bool
+) -> None:
+    """One child after the other until the indices have all been tried; the first index is what the others are held against."""
+    remaining = list(indices)
+    while remaining:
+        job = {
+            "target": asdict(target), "indices": remaining, "device": settings.device, "time": timed,
+            "rounds": settings.rounds, "target_ms": settings.target_ms,
+            "shapes": [asdict(Shape(length, settings.tokens, settings.width, settings.dtype)) for length in lengths],
+        }  # fmt: skip
+        events, said = _child(job, settings.timeout_s)
+        culprit = None
+        for event in events:
+            outcome = outcomes[event["index"]]
+            if event["event"] == "started":
+                culprit = event["index"]
+            elif event["event"] == "failed":
+                outcome.failure, culprit = event["reason"], None
+            elif event["event"] == "verified":
+                culprit = None
+            elif event["event"] == "timed":
+                outcome.time_ms[event["length"]] = Statistic(**event["time_ms"])
+                if event["speed_ratio"] is not None:
+                    outcome.speed_ratio[event["length"]] = Statistic(**event["speed_ratio"])
+        if said is None:
+            return
+        if culprit is None:
+            # Between two configurations, or in the timing of them all: none of them can be blamed alone.
+            for index in remaining:
+                outcomes[index].failure = outcomes[index].failure or said
+            return
+        outcomes[culprit].failure = said
+        tried = remaining.index(culprit)
+        if culprit == remaining[0]:
+            for index in remaining[1:]:
+                outcomes[index].failure = f"the shipped configuration failed: {said}"
+            return
+        rest = remaining[1:tried] if timed else []
+        remaining = [remaining[0], *rest, *remaining[tried + 1 :]]
+        if len(remaining) == 1:
+            return
+
+
+def _child(job: dict[str, Any], timeout_s: float) -> tuple[list[dict[str, Any]], str | None]:
+    """(events, None), or what the child died of in place of None."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "events.jsonl")
+        path.touch()
+        started = time.monotonic()
+        try:
+            run = subprocess.run(
+                [*CHILD, str(path), json.dumps(job)], capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+            words_of_it = run.stderr.strip().splitlines()[-1:] or [""]
+            said = (
+                None
+                if run.returncode == 0
+                else f"its process ended with status {run.returncode}: {words_of_it[0][:200]}"
+            )
+        except subprocess.TimeoutExpired:
+            said = f"not done after {time.monotonic() - started:.0f} s"
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()], said
