@@ -11,6 +11,7 @@ import torch
 
 from tileflash.fuzz.drawing import draw
 from tileflash.fuzz.layouts import place, places, signature
+from tileflash.fuzz.limits import ANYTHING, Limits
 from tileflash.fuzz.problems import BIASES, GRADIENT_LAYOUTS, LAYOUTS, OPTIONS, Problem, from_json, to_json
 from tileflash.fuzz.textbook import make_scene, textbook
 from tileflash.fuzz.variants import make_problem, make_variants
@@ -126,3 +127,18 @@ def test_the_textbook_is_pytorchs_attention() -> None:
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out, _ = textbook(drawn, make_scene(drawn), drawn.tensors)
     torch.testing.assert_close(out, theirs.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_problems_are_bent_to_what_all_backends_serve() -> None:
+    limits = Limits.of(("hopper",))
+    assert limits == Limits(("float16", "bfloat16"), frozenset(), False, 256, 8)
+    assert Limits.of(("triton", "tiled", "reference")) == ANYTHING
+    assert Limits.of(("triton", "hopper")) == limits
+    variants = make_variants(40, 3, "cuda", limits)
+    for index in range(400):
+        problem = make_problem(variants[index % 40], 3, index, "cuda", limits)
+        assert problem == limits.bend(problem)
+        assert (problem.options, problem.lengths) == ((), None)
+        assert problem.dtype in (torch.float16, torch.bfloat16)
+        assert problem.d % 8 == problem.dv % 8 == 0 < max(problem.d, problem.dv) <= 256
+    assert len({(v.model.d, v.model.dtype, v.band) for v in variants}) > 20

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tileflash.fuzz.limits import Limits
 from tileflash.fuzz.problems import BIASES, OPTIONS, OTHERS, SLOPES, Problem, changed_fields, to_json
 from tileflash.fuzz.session import Failure, FuzzPlan, Outcome
 from tileflash.fuzz.variants import make_variants
@@ -30,12 +31,13 @@ def default_backends(device: str, named: list[str] | None) -> tuple[str, ...]:
     from tileflash.attention.dispatch import BACKENDS, choose
     from tileflash.attention.problem import make_problem
 
-    q = torch.zeros(1, 1, 1, 16, device=device)
-    problem = make_problem(q, q, q, False, (None, None), None, False)
     serving = []
     for name in named or _OURS:
         if name not in BACKENDS:
             raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+        dtype = torch.float32 if torch.float32 in BACKENDS[name].dtypes else torch.bfloat16
+        q = torch.zeros(1, 1, 1, 16, device=device, dtype=dtype)
+        problem = make_problem(q, q, q, False, (None, None), None, False)
         try:
             choose(problem, name)
         except ValueError as error:
@@ -122,7 +124,10 @@ def summary(outcome: Outcome, plan: FuzzPlan) -> str:
         f"{', '.join(plan.backends)} on {plan.device}: {failed or 'no'} mismatch{'es' if failed != 1 else ''}"
     ]
     names = {*BIASES, *OTHERS}
-    used = [tuple(sorted(one.model.options)) for one in make_variants(plan.variants, plan.seed, plan.device)]
+    used = [
+        tuple(sorted(one.model.options))
+        for one in make_variants(plan.variants, plan.seed, plan.device, Limits.of(plan.backends))
+    ]
     pairs = {pair for options in used for pair in combinations(options, 2)}
     possible = [pair for pair in combinations(OPTIONS, 2) if not set(pair) <= set(BIASES) and not set(pair) <= SLOPES]
     single = {option for options in used for option in options}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tileflash.fuzz.child import Child, death
+from tileflash.fuzz.limits import Limits
 from tileflash.fuzz.problems import Problem, from_json, to_json
 from tileflash.fuzz.shrink import shrink
 from tileflash.fuzz.variants import make_problem, make_variants
@@ -188,8 +189,9 @@ class Watched:
             return True
         index = self.indices[0]
         plan = self.plan
-        variant = make_variants(plan.variants, plan.seed, plan.device)[index % plan.variants]
-        problem = make_problem(variant, plan.seed, index, plan.device)
+        limits = Limits.of(plan.backends)
+        variant = make_variants(plan.variants, plan.seed, plan.device, limits)[index % plan.variants]
+        problem = make_problem(variant, plan.seed, index, plan.device, limits)
         outcome.failures.append(Failure(kind, index, problem, plan.backends[0], [words]))
         outcome.count += 1
         self.task = replace(self.task, without=(*self.task.without, index % plan.variants))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from tileflash.fuzz.layouts import signature
+from tileflash.fuzz.limits import ANYTHING, Limits
 from tileflash.fuzz.problems import (
     BIAS_LAYOUTS,
     BIASES,
@@ -56,22 +57,23 @@ class Variant:
         )  # fmt: skip
 
 
-def make_variants(count: int, seed: int, device: str = "cuda") -> list[Variant]:
-    """`count` variants; the first ones are the same whatever the count. Interpreted on a CPU, heads are narrow and bf16 is left out."""
+def make_variants(count: int, seed: int, device: str = "cuda", limits: Limits = ANYTHING) -> list[Variant]:
+    """`count` variants within `limits`; the first ones are the same whatever the count. Interpreted on a CPU, heads are narrow and
+    bf16 is left out."""
     covered: set[tuple[str, ...]] = set()
     chosen: list[Variant] = []
     for number in range(count):
         random_numbers = random.Random(f"variant {seed} {number}")
-        candidates = [_candidate(random_numbers, number, device) for _ in range(_CANDIDATES)]
+        candidates = [_candidate(random_numbers, number, device, limits) for _ in range(_CANDIDATES)]
         best = max(candidates, key=lambda variant: len(_pairs(variant) - covered))
         covered |= _pairs(best)
-        chosen.append(_commonest(best, random_numbers, device))
+        chosen.append(_commonest(best, random_numbers, device, limits))
     return chosen
 
 
-def _commonest(variant: Variant, numbers: random.Random, device: str) -> Variant:
+def _commonest(variant: Variant, numbers: random.Random, device: str, limits: Limits) -> Variant:
     """The variant with a model that many shapes are compiled like."""
-    trials = [_shaped(variant, numbers, _longest(device)) for _ in range(_TRIALS)]
+    trials = [_shaped(variant, numbers, _longest(device), limits) for _ in range(_TRIALS)]
     signatures = [signature(trial) for trial in trials]
     counts = Counter(signatures)
     return replace(variant, model=trials[signatures.index(max(signatures, key=lambda one: counts[one]))])
@@ -86,7 +88,7 @@ def _pairs(variant: Variant) -> set[tuple[str, ...]]:
     return {(trait,) for trait in traits} | set(combinations(traits, 2))
 
 
-def _candidate(numbers: random.Random, number: int, device: str) -> Variant:
+def _candidate(numbers: random.Random, number: int, device: str, limits: Limits) -> Variant:
     # every sixth has no options: the kernels without them are others, and the most used
     options: list[str] = []
     if number % 6:
@@ -115,17 +117,17 @@ def _candidate(numbers: random.Random, number: int, device: str) -> Variant:
         with_lse=with_lse, loss=numbers.choice(LOSSES) if with_lse else "out",
     )  # fmt: skip
     band = numbers.choice(_BANDS)
-    model = _with_band(model, band, numbers)
+    model = _with_band(limits.bend(model), band, numbers)
     return Variant(replace(model, sq=numbers.randint(30, 60), sk=numbers.randint(30, 60)), band)
 
 
-def make_problem(variant: Variant, seed: int, index: int, device: str = "cuda") -> Problem:
-    """Problem `index` of a run: a function of the variant, the seed and the index."""
+def make_problem(variant: Variant, seed: int, index: int, device: str = "cuda", limits: Limits = ANYTHING) -> Problem:
+    """Problem `index` of a run: a function of the variant, the seed, the index and the limits."""
     numbers = random.Random(f"problem {seed} {index}")
     wanted = signature(variant.model)
     problem = variant.model
     for attempt in range(_DRAWS):
-        problem = _shaped(variant, numbers, _longest(device))
+        problem = _shaped(variant, numbers, _longest(device), limits)
         if attempt >= _DRAWS // 2:
             problem = replace(
                 problem, batch=variant.model.batch, heads=variant.model.heads, kv_heads=variant.model.kv_heads
@@ -143,14 +145,14 @@ def make_problem(variant: Variant, seed: int, index: int, device: str = "cuda") 
     )
 
 
-def _shaped(variant: Variant, numbers: random.Random, longest: int) -> Problem:
+def _shaped(variant: Variant, numbers: random.Random, longest: int, limits: Limits) -> Problem:
     model = variant.model
     group = model.heads // model.kv_heads
     kv_heads = numbers.choice([1, 1, 2, 3]) if group < 3 else numbers.choice([1, 2])
     d, dv = _near(model.d, numbers), _near(model.dv, numbers)
     if model.d == model.dv:
         dv = d
-    problem = replace(model, kv_heads=kv_heads, heads=kv_heads * group, d=d, dv=dv)
+    problem = limits.bend(replace(model, kv_heads=kv_heads, heads=kv_heads * group, d=d, dv=dv))
     if model.lengths is None:
         sq = _length(numbers, longest)
         sk = sq if model.layout == "packed" or numbers.random() < 0.3 else _length(numbers, longest)

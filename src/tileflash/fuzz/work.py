@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tileflash.fuzz.judge import examine, measure, read
+from tileflash.fuzz.limits import Limits
 from tileflash.fuzz.problems import Problem, to_json
 from tileflash.fuzz.variants import Variant, make_problem, make_variants
 
@@ -51,7 +52,8 @@ class Task:
 
 def work(task: Task) -> Iterator[Message]:
     """Messages of a worker; without `problems` and `only` there is no end."""
-    variants = make_variants(task.variants, task.seed, task.device)
+    limits = Limits.of(task.backends)
+    variants = make_variants(task.variants, task.seed, task.device, limits)
     if task.only is not None:
         for index in task.only:
             yield {"kind": "at", "round": task.first_round, "indices": [index]}
@@ -74,8 +76,9 @@ def work(task: Task) -> Iterator[Message]:
 
 def _judge(task: Task, variants: list[Variant], indices: list[int]) -> Iterator[Message]:
     began = time.monotonic()
+    limits = Limits.of(task.backends)
     problems = {
-        index: make_problem(variants[index % task.variants], task.seed, index, task.device) for index in indices
+        index: make_problem(variants[index % task.variants], task.seed, index, task.device, limits) for index in indices
     }
     measured = []
     for index, problem in problems.items():
