@@ -101,7 +101,7 @@ class PreparedDescriptorLaunch:
     finds its buffers where they were the step before. The descriptor travels in the kernel's arguments; nothing outlives the launch.
     """
 
-    __slots__ = ("compiled", "constants", "described", "encoded", "grid_size", "kernel", "launcher", "scalars")
+    __slots__ = ("compiled", "constants", "described", "encoded", "fixed", "grid_size", "kernel", "launcher", "scalars")
 
     _MOST_ENCODED = 1024
 
@@ -119,6 +119,7 @@ class PreparedDescriptorLaunch:
         self.described = described
         self.scalars = scalars
         self.constants = constants
+        self.fixed = (*scalars, *constants.values())
         self.compiled: Any = None
         self.launcher: Any = None
         self.encoded: tuple[dict[int, list[Any]], ...] = tuple({} for _ in described)
@@ -137,11 +138,11 @@ class PreparedDescriptorLaunch:
             return
         compiled = self.compiled
         stream = torch._C._cuda_getCurrentRawStream(device_index)
-        rest = (*[pointer.data_ptr() for pointer in pointers], *self.scalars, *self.constants.values())
+        addresses = [pointer.data_ptr() for pointer in pointers]
         if self.launcher is None:
             bound = [_Bound(tensor, described) for tensor, described in zip(tensors, self.described, strict=True)]
             compiled.run(
-                self.grid_size, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *bound, *rest
+                self.grid_size, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *bound, *addresses, *self.fixed
             )  # fmt: skip
             return
         descriptors = []
@@ -153,7 +154,7 @@ class PreparedDescriptorLaunch:
             descriptors += encoded
         self.launcher(
             self.grid_size, 1, 1, stream, compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None,
-            *descriptors, *rest,
+            *descriptors, *addresses, *self.fixed,
         )  # fmt: skip
 
     def _encode(self, i: int, address: int, tensor: Tensor) -> list[Any]:
