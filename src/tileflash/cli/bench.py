@@ -21,11 +21,6 @@ _WIDE = 1000
 app = typer.Typer(no_args_is_help=True, help="Measure speed against peers and physical limits.")
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `attention` a command of its own name while it is the only one."""
-
-
 @app.command()
 @friendly_errors
 def attention(
@@ -82,6 +77,68 @@ def attention(
         timing=TimingPlan(rounds=rounds, target_ms=target_ms, pause_ms=pause_ms, seed=seed),
     )
     raise typer.Exit(_run_attention(suite, output))
+
+
+@app.command()
+@friendly_errors
+def host(
+    variants: Annotated[
+        str, typer.Option(help="As for `bench attention`; tileflash-auto is what a call without `backend` takes.")
+    ] = "tileflash-auto,tileflash-triton,fa2,cudnn,math",
+    batch: Annotated[int, typer.Option(help="Batch.")] = 1,
+    seq: Annotated[int, typer.Option(help="Sequence length.")] = 128,
+    heads: Annotated[int, typer.Option(help="Heads.")] = 4,
+    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
+    mask: Annotated[str, typer.Option(help="full or causal.")] = "causal",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu.")] = "cuda",
+    calls: Annotated[int, typer.Option(help="Calls in a row that make one measurement.")] = 200,
+    rounds: Annotated[int, typer.Option(help="Measurements of each, in random order.")] = 9,
+    output: Annotated[Path | None, typer.Option(help="Ledger to append to (JSON lines).")] = None,
+) -> None:
+    """Microseconds that one attention call keeps the host (on a CPU: all of the call).
+
+    Example: tileflash bench host --output benchmarks/results/host.jsonl
+    On a CPU: tileflash bench host --device cpu --variants tileflash-auto,math --dtype float32 --calls 20
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from tileflash.bench.host import MODES, HostSuite, host_lines, measure_host
+    from tileflash.bench.ledger import append, require_ledger
+    from tileflash.bench.sitting import Sitting
+    from tileflash.bench.timing import clock_for
+    from tileflash.environment import environment
+
+    suite = HostSuite(words(variants), batch, seq, heads, head_dim, mask, dtype, device, calls, rounds)
+    clock_for(device)  # says what is wrong with the device
+    if output is not None:
+        require_ledger(output)
+    sitting = Sitting.begin(environment(device))
+    cells = measure_host(suite)
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    console.print(f"{sitting.gpu}, {', '.join(f'{k} {v}' for k, v in sitting.versions.items())}")
+    table = Table(
+        title=f"host time of a call, us; B={batch} S={seq} H={heads} D={head_dim} {mask} {dtype}", title_justify="left"
+    )
+    for heading in ("variant", *MODES):
+        table.add_column(heading, justify="left" if heading == "variant" else "right")
+    by_place = {(cell.variant, cell.mode): cell for cell in cells}
+    for variant in suite.variants:
+        row = []
+        for mode in MODES:
+            figure = by_place[variant, mode].time_us
+            row.append("-" if figure is None else f"{figure.median:.1f} ({figure.low:.1f} - {figure.high:.1f})")
+        table.add_row(variant, *row)
+    console.print(table)
+    for cell in cells:
+        if cell.reason and cell.mode == MODES[0]:
+            console.print(f"{cell.variant}: {cell.reason}", markup=False)
+    if output is not None:
+        append(output, host_lines(suite, cells, sitting))
+        console.print(f"appended to {output}", markup=False)
 
 
 def words(text: str) -> tuple[str, ...]:
