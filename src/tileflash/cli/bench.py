@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tileflash.cli.bench_memory import print_memory
 from tileflash.cli.errors import friendly_errors
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from tileflash.bench.attention import AttentionSuite, CaseResult
 
-_WIDE = 1000
+_WIDE = 1000  # a file or a pipe has no width that cells must be cut to
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed against peers and physical limits.")
 
@@ -139,6 +140,41 @@ def host(
     if output is not None:
         append(output, host_lines(suite, cells, sitting))
         console.print(f"appended to {output}", markup=False)
+
+
+@app.command()
+@friendly_errors
+def memory(
+    lengths: Annotated[str, typer.Option(help="Sequence lengths.")] = "512,2048,8192,32768",
+    variants: Annotated[str, typer.Option(help="As for `bench attention`.")] = "math,tileflash-auto,fa2,cudnn",
+    batch: Annotated[int, typer.Option(help="Batch.")] = 8,
+    heads: Annotated[int, typer.Option(help="Heads.")] = 32,
+    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
+    mask: Annotated[str, typer.Option(help="full or causal.")] = "causal",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu (which counts and measures nothing).")] = "cuda",
+    output: Annotated[Path | None, typer.Option(help="Ledger to append to (JSON lines).")] = None,
+) -> None:
+    """Memory of attention by length: the attention matrix and the K/V cache counted, and the peak measured beside them.
+
+    Example: tileflash bench memory --output benchmarks/results/memory.jsonl
+    On a CPU: tileflash bench memory --device cpu --lengths 64,256 --batch 1 --heads 2 --variants math,tileflash-auto
+
+    Exit status 1 when a peak is below what must be there.
+    """
+    from tileflash.bench.ledger import require_ledger
+    from tileflash.bench.memory import MemorySuite
+    from tileflash.bench.timing import clock_for
+
+    if mask not in ("full", "causal"):
+        raise ValueError(f"`--mask` was {mask!r}; it must be full or causal")
+    suite = MemorySuite(
+        numbers("--lengths", lengths), words(variants), batch, heads, head_dim, mask == "causal", dtype, device
+    )
+    clock_for(device)  # says what is wrong with the device
+    if output is not None:
+        require_ledger(output)
+    raise typer.Exit(print_memory(suite, output))
 
 
 def words(text: str) -> tuple[str, ...]:
