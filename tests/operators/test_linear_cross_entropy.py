@@ -5,6 +5,8 @@ On a CPU the kernel runs in Triton's interpreter; on a GPU the same tests run th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,7 +123,7 @@ def test_logits_of_minus_infinity_leave_the_loss_finite(device: str, backend: st
     assert not logits[:, :9000][:, ~possible].any()
 
 
-def rows(backend: str):
+def rows(backend: str) -> Callable[..., None]:
     if backend == "plain":
         return plain_rows
     from tileflash.kernels.triton.cross_entropy import cross_entropy_rows
@@ -149,9 +151,7 @@ def test_large_logits_do_not_overflow(device: str, backend: str) -> None:
     wanted = F.cross_entropy(logits[1:].double(), targets[1:], reduction="none")
     losses = torch.empty(2, device=device)
     rows(backend)(logits, targets, torch.ones((), device=device), losses, 16, -100, 0.0, 0.0, False)
-    assert_near(
-        losses[1:], wanted, 1e-3 if backend == "plain" else 1e-6
-    )  # log 8; plain: a difference of numbers near 1e4
+    assert_near(losses[1:], wanted, 1e-6)
     assert losses.isfinite().all()
 
 

@@ -140,7 +140,9 @@ def cross_entropy_rows(
     rows, columns = logits.shape
     stride = logits.stride(0)
     wide = -(-columns // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
-    assert stride % COLUMN_ALIGNMENT == 0 and stride >= wide and logits.stride(1) == 1
+    assert stride % COLUMN_ALIGNMENT == 0
+    assert stride >= wide
+    assert logits.stride(1) == 1
     key = (rows, columns, stride, logits.dtype, logits.device, classes, ignored, smoothing, z_loss, make_gradient)
     launch = _launches.get(key)
     if launch is None:
