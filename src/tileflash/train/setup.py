@@ -14,6 +14,8 @@ from tileflash.data import TokenFiles, Tokenizer, get_tokenizer, read_dataset
 from tileflash.models import AttentionFunction, ModelConfig, model_config, unfused_attention
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import open_data
+from tileflash.train.fused import fused_loss
+from tileflash.train.step import LossFunction, plain_loss
 
 _GPT2_VOCABULARY = 50257
 _BYTES_VOCABULARY = 257
@@ -29,6 +31,7 @@ class Setup:
     model: ModelConfig
     attention: AttentionFunction
     attention_name: str
+    loss_function: LossFunction
     tokenizer: Tokenizer | None
     training: TokenFiles
     validation: TokenFiles | None
@@ -46,8 +49,9 @@ def prepare_setup(config: TrainConfig) -> Setup:
     training, validation = open_data(config, tokenizer, model.vocab_size)
     attention, attention_name = _attention(config, model, device, dtype)
     return Setup(
-        device, dtype, cuda_graph, model, attention, attention_name, tokenizer, training, validation, tuple(notes)
-    )
+        device, dtype, cuda_graph, model, attention, attention_name, fused_loss if config.fused_operators else plain_loss,
+        tokenizer, training, validation, tuple(notes),
+    )  # fmt: skip
 
 
 def cuda_graph_in_force(asked: bool | None, device: torch.device) -> bool:

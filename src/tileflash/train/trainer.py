@@ -136,13 +136,21 @@ class Trainer:
             dtype=dtype,
             gradient_clip=clip,
             limits=limits,
+            loss_function=self.setup.loss_function,
         )
 
     def _capture(self, batch: StepBatch) -> None:
         """Capture the step. Where that fails and was not asked for, this is told and the run goes on eagerly."""
         dtype, clip = self.setup.dtype, self.config.gradient_clip
         try:
-            self.captured = CapturedStep(self.model, self.optimizer, batch, dtype=dtype, gradient_clip=clip)
+            self.captured = CapturedStep(
+                self.model,
+                self.optimizer,
+                batch,
+                dtype=dtype,
+                gradient_clip=clip,
+                loss_function=self.setup.loss_function,
+            )
         except GraphCaptureError as error:
             if self.config.cuda_graph:
                 raise GraphCaptureError(
@@ -180,7 +188,7 @@ class Trainer:
 
     def _validate(self) -> None:
         assert self.setup.validation is not None  # `open_data` saw to it
-        loss = validation_loss(self.model, self.setup.validation, self.config, self.setup.device, self.setup.dtype)
+        loss = validation_loss(self.model, self.setup.validation, self.config, self.setup)
         self.logs.validation(self.step, loss)
 
     def _write_sample(self) -> None:
