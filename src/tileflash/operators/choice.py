@@ -46,9 +46,8 @@ def plain_eager(*tensors: Tensor | None) -> bool:
     )
 
 
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product of `tensor` is computed: autocast's where it is on, else its own."""
-    kind = tensor.device.type
-    if torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return tensor.dtype
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a matrix product of tensors of `dtype` is computed: autocast's where it is on, else their own."""
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device.type)
+    return dtype

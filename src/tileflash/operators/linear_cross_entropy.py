@@ -53,7 +53,7 @@ def linear_cross_entropy(
     fp64). Returns fp32 (fp64) []. A target out of range, or whose own logit is -inf, or a row of -inf alone, gives no finite loss.
     The gradient can be taken once: retain_graph=True does not allow a second backward pass. Raises ValueError for what does not fit.
     """
-    dtype = compute_dtype(hidden)
+    dtype = compute_dtype(hidden.device, hidden.dtype)
     _check(hidden, weight, targets, vocab_size, label_smoothing, z_loss, memory_budget_bytes, dtype)
     uses_triton(backend, hidden.device, dtype)  # refuses now what it would refuse later
     wide = torch.promote_types(dtype, torch.float32)
