@@ -65,7 +65,7 @@ class _DirectGated(torch.autograd.Function):
         from tileflash.kernels.triton.gated import gated_backward
 
         # With create_graph=True the operator is needed: it refuses when the second derivative is taken.
-        backward = torch.ops.tileflash.gated_backward if torch.is_grad_enabled() else gated_backward
+        backward: Any = torch.ops.tileflash.gated_backward if torch.is_grad_enabled() else gated_backward
         return *backward(_rows(d_out), *ctx.saved_tensors, ctx.activation), None
 
 

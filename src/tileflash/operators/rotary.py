@@ -61,7 +61,7 @@ class _DirectRotary(torch.autograd.Function):
         from tileflash.kernels.triton.rotary import rotate
 
         # A rotation is linear: with create_graph=True the operator is its own derivative, of any order.
-        turn = torch.ops.tileflash.rotary if torch.is_grad_enabled() else rotate
+        turn: Any = torch.ops.tileflash.rotary if torch.is_grad_enabled() else rotate
         return *turn(_rows(d_q), _rows(d_k), *ctx.saved_tensors, True), None, None
 
 
