@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,7 +28,10 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 @dataclass(frozen=True)
 class OperatorReport:
-    """What one kernel compiled to; `case` says for what. `spill_bytes` counts stores and loads."""
+    """What one kernel compiled to; `case` says for what. `spill_bytes` counts stores and loads.
+
+    `widest_bytes` is the most that one thread loads at a time, 16 at best; 0 where the target's code does not tell.
+    """
 
     target: str
     kernel: str
@@ -35,6 +39,7 @@ class OperatorReport:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    widest_bytes: int
 
 
 class Case(NamedTuple):
@@ -132,7 +137,20 @@ def compile_case(case: Case, target: str) -> OperatorReport:
     compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": case.warps})
     read = _read_amd if TARGETS[target].backend == "hip" else _read_nvidia
     registers, spill_bytes, _, _ = read(compiled, target)
-    return OperatorReport(target, case.kernel.__name__, case.name, registers, spill_bytes, compiled.metadata.shared)
+    return OperatorReport(
+        target,
+        case.kernel.__name__,
+        case.name,
+        registers,
+        spill_bytes,
+        compiled.metadata.shared,
+        _widest_load(compiled.asm.get("ptx", "")),
+    )
+
+
+def _widest_load(ptx: str) -> int:
+    loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", ptx)
+    return max((int(number or 1) * int(bits) // 8 for number, bits in loads), default=0)
 
 
 def main(targets: list[str]) -> None:
