@@ -16,9 +16,7 @@ TRITON_36 = Path(sys.prefix) / "triton-3.6.0"
 
 # The same group as the other compilations, which are heavy.
 @pytest.mark.xdist_group("compile")
-@pytest.mark.parametrize(
-    ("target", "triton"), [("sm_90", "installed"), ("sm_90", "3.6.0"), ("gfx942", "installed")]
-)
+@pytest.mark.parametrize(("target", "triton"), [("sm_90", "installed"), ("sm_90", "3.6.0"), ("gfx942", "installed")])
 def test_kernels_fit_the_hardware(target: str, triton: str) -> None:
     if triton == "3.6.0" and not TRITON_36.is_dir():
         pytest.skip(f"Triton 3.6.0 is not in {TRITON_36} (`make test` puts it there)")

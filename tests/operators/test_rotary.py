@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tileflash.models.layers import RotaryEmbedding, apply_rotary
+from tileflash.models.layers import RotaryEmbedding
+from tileflash.models.operators import apply_rotary
 from tileflash.operators.rotary import rotary
 
 Angles = tuple[Tensor, Tensor]

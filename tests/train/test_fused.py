@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tileflash.models import build_model, model_config, unfused_attention
+from tileflash.models.operators import PLAIN
 from tileflash.train import TrainConfig, train
 from tileflash.train import setup as run_setup
-from tileflash.train.fused import fused_loss
+from tileflash.train.fused import FUSED, fused_loss, fused_operators
 from tileflash.train.step import LossFunction, forward_backward, plain_loss
 
 Make = Callable[..., TrainConfig]
@@ -31,12 +32,15 @@ def test_losses_of_twenty_steps_agree(
     if model == "llama3-tiny":
         sizes |= {"n_kv_head": 1, "intermediate_size": 48}
     settings = {"model": model, "model_overrides": sizes, "num_iteration": 20}
+    if backend == "triton":
+        settings["batch_size"] = 1  # the interpreter takes its time
     monkeypatch.setattr(run_setup, "fused_loss", functools.partial(fused_loss, backend=backend))
+    monkeypatch.setattr(run_setup, "FUSED", fused_operators(backend))
     for fused in (False, True):
         train(tiny(**settings, fused_operators=fused, log_json=str(tmp_path / str(fused))))
     plain, fused = (np.array(numbers(tmp_path / str(on))) for on in (False, True))
     assert len(plain) == 20
-    assert plain[-1, 1] < plain[0, 1] - 0.5  # it learns
+    assert plain[-3:, 1].mean() < plain[:3, 1].mean() - 0.3  # it learns
     np.testing.assert_allclose(fused[:, 1], plain[:, 1], rtol=0, atol=1e-5)
     np.testing.assert_allclose(fused[:, 3], plain[:, 3], rtol=1e-4, atol=0)
 
@@ -49,14 +53,15 @@ def test_gradients_agree(name: str, sizes: dict[str, int], backend: str, tied: b
     targets = tokens.roll(-1, -1)
     targets[1, 0, :5] = -100
 
-    def gradients(loss_function: LossFunction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        model = build_model(model_config(name, **sizes, tied=tied), attention=unfused_attention, seed=0)
+    def gradients(fused: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        config = model_config(name, **sizes, tied=tied)
+        operators = fused_operators(backend) if fused else PLAIN
+        model = build_model(config, attention=unfused_attention, seed=0, operators=operators)
+        loss_function = functools.partial(fused_loss, backend=backend) if fused else plain_loss
         loss = forward_backward(model, tokens, targets, 27, torch.float32, loss_function)
         return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    (plain, plain_gradients), (fused, fused_gradients) = map(
-        gradients, (plain_loss, functools.partial(fused_loss, backend=backend))
-    )
+    (plain, plain_gradients), (fused, fused_gradients) = map(gradients, (False, True))
     torch.testing.assert_close(fused, plain, rtol=1e-6, atol=0)
     assert plain_gradients.keys() == fused_gradients.keys()
     for key, wanted in plain_gradients.items():
@@ -95,4 +100,6 @@ def test_validation_and_a_resumed_run_are_the_same(tmp_path: Path, tiny: Make, t
 
 def test_off_is_the_default(tiny: Make) -> None:
     assert not tiny().fused_operators
-    assert run_setup.prepare_setup(tiny()).loss_function is plain_loss
+    plain, fused = (run_setup.prepare_setup(tiny(fused_operators=on)) for on in (False, True))
+    assert (plain.operators, plain.loss_function) == (PLAIN, plain_loss)
+    assert (fused.operators, fused.loss_function) == (FUSED, fused_loss)

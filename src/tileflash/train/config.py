@@ -59,7 +59,8 @@ class TrainConfig:
 
     fused_operators: bool = _option(
         False,
-        "compute the loss without ever holding all logits (docs/operators.md); not measured yet, so not the default",
+        "norms with their residual adds, SwiGLU, rotary embedding and the loss by kernels that move less memory, and "
+        "logits that are never whole (docs/operators.md); not measured yet, so not the default",
         "Operators",
     )
 

@@ -66,7 +66,9 @@ class Trainer:
         )
         # Nothing here draws from the global generators; whatever the model may contain is then reproducible too.
         torch.manual_seed(config.seed)
-        self.model = build_model(setup.model, attention=setup.attention, device=setup.device, seed=config.seed)
+        self.model = build_model(
+            setup.model, setup.attention, setup.device, seed=config.seed, operators=setup.operators
+        )
         if config.init_from is not None and checkpoint is None:
             from tileflash.weights import load_into
 
