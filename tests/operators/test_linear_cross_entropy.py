@@ -250,6 +250,15 @@ def test_fp16_keeps_gradients_that_are_small_until_the_loss_scale_is_known(devic
     assert (weight.grad[small] != 0).double().mean() > 0.9
 
 
+def test_under_autocast_the_weights_gradient_is_not_rounded_to_bf16(device: str) -> None:
+    """It is the product of what is in bf16, made in fp32: not every element of it can be a bf16 number."""
+    hidden, weight, targets = problem(device, 64, 67)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        linear_cross_entropy(hidden, weight, targets).backward()
+    assert (weight.grad != weight.grad.bfloat16()).double().mean() > 0.5
+    assert (hidden.grad != hidden.grad.bfloat16()).double().mean() > 0.5
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_whole_it_is_the_same(device: str, backend: str) -> None:
     def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -318,6 +327,8 @@ def test_a_second_backward_pass_and_a_second_derivative_are_refused(device: str)
         ({"targets": torch.zeros(4, dtype=torch.int32)}, "targets is torch.int32"),
         ({"weight": torch.zeros(7, 9)}, r"hidden is \(4, 8\) and weight \(7, 9\)"),
         ({"weight": torch.zeros(7, 8, dtype=torch.float64)}, "weight is torch.float64: without autocast"),
+        ({"divisor": torch.ones(2)}, "divisor is .2,.: it must be a number, or a tensor of one element"),
+        ({"divisor": torch.ones((), device="meta")}, "divisor is on meta: it must be on hidden's cpu"),
         ({"vocab_size": 8}, "vocab_size is 8: it must be 1 to 7"),
         ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
         ({"z_loss": -1.0}, "z_loss is -1.0"),

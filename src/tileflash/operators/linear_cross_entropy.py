@@ -55,6 +55,11 @@ def linear_cross_entropy(
     """
     dtype = compute_dtype(hidden.device, hidden.dtype)
     _check(hidden, weight, targets, vocab_size, label_smoothing, z_loss, memory_budget_bytes, dtype)
+    for name, tensor in (("weight", weight), ("targets", targets), ("divisor", divisor)):
+        if isinstance(tensor, Tensor) and tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}: it must be on hidden's {hidden.device}")
+    if isinstance(divisor, Tensor) and divisor.numel() != 1:
+        raise ValueError(f"divisor is {tuple(divisor.shape)}: it must be a number, or a tensor of one element")
     uses_triton(backend, hidden.device, dtype)  # refuses now what it would refuse later
     wide = torch.promote_types(dtype, torch.float32)
     if isinstance(divisor, Tensor):

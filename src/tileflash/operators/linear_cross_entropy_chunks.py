@@ -64,6 +64,14 @@ def compute(
     loss fp32 []; d_hidden [N, C] in hidden's dtype, d_weight [V, C] in weight's dtype (where `scales_late` both fp32 and not yet
     divided), each empty [0] where it was not asked for.
     """
+    # Every dtype is chosen here; autocast would take products that are meant to be in fp32 down to bf16.
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _compute(hidden, weight, targets, divisor, options)
+
+
+def _compute(
+    hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
     late = scales_late(options.dtype)
     wide = torch.promote_types(options.dtype, torch.float32)
     rows, columns = hidden.shape[0], weight.shape[0]
