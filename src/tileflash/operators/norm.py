@@ -97,15 +97,15 @@ def _differentiate(ctx: Any, d_stream: Tensor | None, d_out: Tensor | None, back
     d_out, d_stream = (None if tensor is None else _rows(tensor) for tensor in (d_out, d_stream))
     update_dtype = ctx.x_dtype if ctx.update_dtype is None else ctx.update_dtype
     has_bias = ctx.bias_dtype is not None
-    d_x, d_update, d_weight, d_bias = backward(
+    d_x, d_update, d_parameters = backward(
         d_out, d_stream, stream, weight, mean, rstd, update_dtype, ctx.x_dtype, has_bias
     )
     if ctx.update_dtype is None:
         d_update = None
     elif update_dtype == ctx.x_dtype:
         d_update = d_x
-    d_bias = d_bias.to(ctx.bias_dtype) if has_bias else None
-    return d_x, d_update, d_weight.to(weight.dtype), d_bias, None, None, None
+    d_bias = d_parameters[1].to(ctx.bias_dtype) if has_bias else None
+    return d_x, d_update, d_parameters[0].to(weight.dtype), d_bias, None, None, None
 
 
 class _DirectNorm(torch.autograd.Function):
@@ -156,7 +156,7 @@ def _(
 def _backward_operator(
     d_out: Tensor, d_stream: Tensor | None, stream: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, update_dtype: torch.dtype,
     x_dtype: torch.dtype, has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`norm_backward` of the kernels as an operator."""
     from tileflash.kernels.triton.norm import norm_backward
 
@@ -167,11 +167,11 @@ def _backward_operator(
 def _(
     d_out: Tensor, d_stream: Tensor | None, stream: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, update_dtype: torch.dtype,
     x_dtype: torch.dtype, has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     twice = update_dtype != x_dtype
     return (
         stream.new_empty(stream.shape, dtype=x_dtype), stream.new_empty(stream.shape if twice else (0,), dtype=update_dtype),
-        weight.new_empty(weight.shape, dtype=torch.float32), weight.new_empty(weight.shape if has_bias else (0,), dtype=torch.float32),
+        weight.new_empty(1 + has_bias, weight.shape[0], dtype=torch.float32),
     )  # fmt: skip
 
 

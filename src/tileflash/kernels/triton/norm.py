@@ -138,8 +138,9 @@ def norm_forward(
 def norm_backward(
     d_out: Tensor, d_stream: Tensor | None, stream: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, update_dtype: torch.dtype,
     x_dtype: torch.dtype, has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """d_x [N, C] in `x_dtype`, the same in `update_dtype` where that is another (else empty [0]), d_weight and d_bias [C] fp32.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """d_x [N, C] in `x_dtype`, the same in `update_dtype` where that is another (else empty [0]), and in fp32 [2, C] d_weight and
+    d_bias, or [1, C] where there is no bias: one tensor, so that one launch adds the parts of both.
 
     d_out, d_stream (None: 0) and stream [N, C], rows contiguous; `mean` is empty where the norm is not centered.
     """
@@ -148,12 +149,10 @@ def norm_backward(
     d_x = torch.empty(stream.shape, dtype=x_dtype, device=device)
     d_update = torch.empty(stream.shape if twice else 0, dtype=update_dtype, device=device)
     if d_x.numel() == 0:
-        nothing = torch.zeros(width, dtype=torch.float32, device=device)
-        return d_x, d_update, nothing, nothing[: width if has_bias else 0].clone()
+        return d_x, d_update, torch.zeros(1 + has_bias, width, dtype=torch.float32, device=device)
     block, warps = block_and_warps(width)
     programs = min(rows, _programs(device, block))
-    d_weight = torch.empty(programs, width, dtype=torch.float32, device=device)
-    d_bias = torch.empty(programs if has_bias else 0, width, dtype=torch.float32, device=device)
+    parts = torch.empty(1 + has_bias, programs, width, dtype=torch.float32, device=device)
     added = d_out if d_stream is None else d_stream
     key = (
         stream.shape, d_out.stride(0), d_out.dtype, added.stride(0), added.dtype, stream.stride(0), stream.dtype, weight.dtype, x_dtype,
@@ -167,8 +166,8 @@ def norm_backward(
         )  # fmt: skip
         launch = remember(_launches, key, PreparedLaunch(norm_backward_kernel, programs, scalars, warps, 1))
     with current_device(stream):
-        launch((d_out, added, stream, weight, mean, rstd, d_x, d_update, d_weight, d_bias), stream.get_device())
-    return d_x, d_update, d_weight.sum(0), d_bias.sum(0) if has_bias else d_bias.flatten()
+        launch((d_out, added, stream, weight, mean, rstd, d_x, d_update, parts[0], parts[-1]), stream.get_device())
+    return d_x, d_update, parts.sum(1)
 
 
 def _programs(device: torch.device, block: int) -> int:
