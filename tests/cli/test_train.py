@@ -63,6 +63,7 @@ def test_help_has_examples_every_flag_of_the_design_and_all_presets() -> None:
         "dtype",
         "flash",
         "attention-backend",
+        "fused-operators",
         "device",
         "seed",
         "val-loss-every",

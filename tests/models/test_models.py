@@ -18,7 +18,8 @@ from tileflash.models import (
     parameter_count,
     unfused_attention,
 )
-from tileflash.models.layers import RotaryEmbedding, apply_rotary, inverse_frequencies
+from tileflash.models.layers import RotaryEmbedding, inverse_frequencies
+from tileflash.models.operators import apply_rotary
 
 PUBLISHED = {
     "gpt2": 124_439_808,

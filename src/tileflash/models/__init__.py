@@ -7,6 +7,7 @@ from .counts import flops_per_token, matmul_parameter_count, parameter_count
 from .gpt2 import GPT2
 from .layers import AttentionFunction
 from .llama3 import Llama3
+from .operators import LayerOperators
 from .presets import PRESETS, model_config
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "PRESETS",
     "AttentionFunction",
     "GPT2Config",
+    "LayerOperators",
     "Llama3",
     "Llama3Config",
     "Model",

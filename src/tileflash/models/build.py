@@ -12,6 +12,7 @@ from .config import GPT2Config, ModelConfig
 from .gpt2 import GPT2
 from .layers import AttentionFunction, RotaryEmbedding
 from .llama3 import Llama3
+from .operators import PLAIN, LayerOperators
 
 INITIAL_STD = 0.02
 
@@ -23,13 +24,15 @@ def build_model(
     attention: AttentionFunction = default_attention,
     device: torch.device | str | None = None,
     seed: int | None = None,
+    operators: LayerOperators = PLAIN,
 ) -> Model:
     """A freshly initialised model with float32 parameters, made on `device` (default: the CPU) with no copy elsewhere.
 
     `attention` is any callable (q, k, v, *, causal, scale) on [B, S, H, D] tensors; the default is tileflash.attention.
-    `seed` None takes the device's global generator. On the device "meta" the model has shapes and no values.
+    `operators` are what lies between the matrix products. `seed` None takes the device's global generator. On the device
+    "meta" the model has shapes and no values.
     """
-    model = empty_model(config, attention, device)
+    model = empty_model(config, attention, device, operators=operators)
     if model.embedding.weight.device.type != "meta":
         initialize_weights(model, seed)
     return model
@@ -40,10 +43,15 @@ def empty_model(
     attention: AttentionFunction = default_attention,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
+    operators: LayerOperators = PLAIN,
 ) -> Model:
     """A model whose parameters are allocated on `device` in `dtype` and hold anything: for a loader to fill."""
     with torch.device("meta"):  # nothing is computed there, so PyTorch's own initialisation costs nothing
-        model: Model = GPT2(config, attention) if isinstance(config, GPT2Config) else Llama3(config, attention)
+        model: Model = (
+            GPT2(config, attention, operators)
+            if isinstance(config, GPT2Config)
+            else Llama3(config, attention, operators)
+        )
     model.to(dtype)
     target = torch.device("cpu" if device is None else device)
     if target.type != "meta":

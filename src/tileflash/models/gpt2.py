@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from .config import GPT2Config
-from .layers import AttentionFunction, require_length, vocabulary_logits
+from .layers import AttentionFunction, LayerNorm, require_length, vocabulary_logits
+from .operators import PLAIN, LayerOperators
 
 
 class SelfAttention(nn.Module):
@@ -37,28 +38,32 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: GPT2Config, attention: AttentionFunction) -> None:
+    """(residual stream, what is still to be added to it or None) [B, S, C] -> the same: each norm has the add before it."""
+
+    def __init__(self, config: GPT2Config, attention: AttentionFunction, operators: LayerOperators) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.n_embd, eps=config.norm_epsilon)
+        self.attention_norm = LayerNorm(config.n_embd, config.norm_epsilon, operators)
         self.attention = SelfAttention(config, attention)
-        self.mlp_norm = nn.LayerNorm(config.n_embd, eps=config.norm_epsilon)
+        self.mlp_norm = LayerNorm(config.n_embd, config.norm_epsilon, operators)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: torch.Tensor, update: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x, normed = self.attention_norm(x, update)
+        x, normed = self.mlp_norm(x, self.attention(normed))
+        return x, self.mlp(normed)
 
 
 class GPT2(nn.Module):
-    """tokens int64 [B, S] -> logits [B, S, vocab_size]. `attention` computes attention (see AttentionFunction)."""
+    """tokens int64 [B, S] -> logits [B, S, vocab_size]. `attention` computes attention (see AttentionFunction),
+    `operators` the norms with their residual adds."""
 
-    def __init__(self, config: GPT2Config, attention: AttentionFunction) -> None:
+    def __init__(self, config: GPT2Config, attention: AttentionFunction, operators: LayerOperators = PLAIN) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.positions = nn.Parameter(torch.empty(config.max_sequence_length, config.n_embd))
-        self.layers = nn.ModuleList(Layer(config, attention) for _ in range(config.n_layer))
-        self.norm = nn.LayerNorm(config.n_embd, eps=config.norm_epsilon)
+        self.layers = nn.ModuleList(Layer(config, attention, operators) for _ in range(config.n_layer))
+        self.norm = LayerNorm(config.n_embd, config.norm_epsilon, operators)
         self.head = None if config.tied else nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
 
     @property
@@ -74,9 +79,10 @@ class GPT2(nn.Module):
         length = tokens.shape[1]
         require_length(length, self.config.max_sequence_length)
         x = self.embedding(tokens) + self.positions[:length]
+        update = None
         for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
+            x, update = layer(x, update)
+        return self.norm(x, update)[1]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return vocabulary_logits(self.features(tokens), self.head_weight, self.config.vocab_size)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .config import RopeScaling
+from .operators import LayerOperators
 
 
 class AttentionFunction(Protocol):
@@ -20,20 +21,27 @@ class AttentionFunction(Protocol):
     ) -> torch.Tensor: ...
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, float32 inside (Zhang and Sennrich, 2019)."""
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm behind the residual add: (x, update or None) [B, S, C] -> (x + update, its norm) (Ba et al., 2016)."""
 
-    def __init__(self, width: int, epsilon: float) -> None:
+    def __init__(self, width: int, epsilon: float, operators: LayerOperators) -> None:
+        super().__init__(width, eps=epsilon)
+        self.operators = operators
+
+    def forward(self, x: torch.Tensor, update: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return self.operators.layer_norm(x, update, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """The same with RMSNorm, x / sqrt(mean(x^2) + epsilon) * weight, float32 inside (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, width: int, epsilon: float, operators: LayerOperators) -> None:
         super().__init__()
-        self.epsilon = epsilon
+        self.epsilon, self.operators = epsilon, operators
         self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.float64:
-            # LLaMA as published goes through float32 whatever the input; a float64 run must give its numbers.
-            wide = x.float()
-            return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
+    def forward(self, x: torch.Tensor, update: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.operators.rms_norm(x, update, self.weight, self.epsilon)
 
 
 class RotaryEmbedding(nn.Module):
@@ -60,7 +68,7 @@ class RotaryEmbedding(nn.Module):
         self.inverse_frequency_bits.copy_(inverse.view(torch.int32))
 
     def forward(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) for positions 0 ... length - 1, each [length, 1, head_dim] float32, for `apply_rotary`."""
+        """(cos, sin) for positions 0 ... length - 1, each [length, 1, head_dim] float32, for `operators.rotary`."""
         inverse = self.inverse_frequency_bits.view(torch.float32)  # [D / 2]
         positions = torch.arange(length, device=inverse.device, dtype=torch.float32)
         angles = positions[:, None] * inverse  # [S, D / 2]
@@ -83,15 +91,6 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     # The ends are chosen, not interpolated with 0 or 1, so that they keep every bit.
     inner = torch.where(wavelength > original / low, inverse / scaling.factor, between)
     return torch.where(wavelength < original / high, inverse, inner)
-
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [B, S, H, D] by its positions; dimension i is paired with i + D / 2, as in Hugging Face's layout.
-
-    The products are in float32 at least, the result in x's dtype.
-    """
-    swapped = torch.roll(x, x.shape[-1] // 2, dims=-1)
-    return (x * cos + swapped * sin).to(x.dtype)
 
 
 def vocabulary_logits(features: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -6,66 +6,73 @@ No dropout, as in LLaMA's own training.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .config import Llama3Config
-from .layers import AttentionFunction, RMSNorm, RotaryEmbedding, apply_rotary, require_length, vocabulary_logits
+from .layers import AttentionFunction, RMSNorm, RotaryEmbedding, require_length, vocabulary_logits
+from .operators import PLAIN, LayerOperators
 
 
 class SelfAttention(nn.Module):
     """Grouped-query attention; one projection gives the heads of q, then of k, then of v."""
 
-    def __init__(self, config: Llama3Config, attention: AttentionFunction) -> None:
+    def __init__(self, config: Llama3Config, attention: AttentionFunction, operators: LayerOperators) -> None:
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
-        self.attention = attention
+        self.attention, self.operators = attention, operators
         self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=False)
         self.output = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # x [B, S, C]
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, Hq + 2 Hkv, D]
         qk, v = qkv.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
-        q, k = apply_rotary(qk, cos, sin).split([self.n_head, self.n_kv_head], dim=2)
+        q, k = self.operators.rotary(qk, self.n_head, cos, sin)
         return self.output(self.attention(q, k, v, causal=True, scale=None).flatten(2))
 
 
 class MLP(nn.Module):
     """SwiGLU (Shazeer, 2020)."""
 
-    def __init__(self, config: Llama3Config) -> None:
+    def __init__(self, config: Llama3Config, operators: LayerOperators) -> None:
         super().__init__()
+        self.operators = operators
         self.gate = nn.Linear(config.n_embd, config.intermediate_size, bias=False)
         self.up = nn.Linear(config.n_embd, config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.operators.swiglu(self.gate(x), self.up(x)))
 
 
 class Layer(nn.Module):
-    def __init__(self, config: Llama3Config, attention: AttentionFunction) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.n_embd, config.norm_epsilon)
-        self.attention = SelfAttention(config, attention)
-        self.mlp_norm = RMSNorm(config.n_embd, config.norm_epsilon)
-        self.mlp = MLP(config)
+    """(residual stream, what is still to be added to it or None) [B, S, C] -> the same: each norm has the add before it."""
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.mlp(self.mlp_norm(x))
+    def __init__(self, config: Llama3Config, attention: AttentionFunction, operators: LayerOperators) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.n_embd, config.norm_epsilon, operators)
+        self.attention = SelfAttention(config, attention, operators)
+        self.mlp_norm = RMSNorm(config.n_embd, config.norm_epsilon, operators)
+        self.mlp = MLP(config, operators)
+
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, normed = self.attention_norm(x, update)
+        x, normed = self.mlp_norm(x, self.attention(normed, cos, sin))
+        return x, self.mlp(normed)
 
 
 class Llama3(nn.Module):
-    """tokens int64 [B, S] -> logits [B, S, vocab_size]. `attention` computes attention (see AttentionFunction)."""
+    """tokens int64 [B, S] -> logits [B, S, vocab_size]. `attention` computes attention (see AttentionFunction),
+    `operators` what lies between the matrix products."""
 
-    def __init__(self, config: Llama3Config, attention: AttentionFunction) -> None:
+    def __init__(self, config: Llama3Config, attention: AttentionFunction, operators: LayerOperators = PLAIN) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
-        self.layers = nn.ModuleList(Layer(config, attention) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd, config.norm_epsilon)
+        self.layers = nn.ModuleList(Layer(config, attention, operators) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_epsilon, operators)
         self.head = None if config.tied else nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
 
     @property
@@ -82,9 +89,10 @@ class Llama3(nn.Module):
         require_length(length, self.config.max_sequence_length)
         cos, sin = self.rotary(length)
         x = self.embedding(tokens)
+        update = None
         for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.norm(x)
+            x, update = layer(x, update, cos, sin)
+        return self.norm(x, update)[1]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return vocabulary_logits(self.features(tokens), self.head_weight, self.config.vocab_size)

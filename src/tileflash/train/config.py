@@ -57,6 +57,13 @@ class TrainConfig:
     )
     attention_backend: str = _option("auto", "with --flash: the backend, by name; auto takes the best one", "Attention")
 
+    fused_operators: bool = _option(
+        False,
+        "norms with their residual adds, SwiGLU, rotary embedding and the loss by kernels that move less memory, and "
+        "logits that are never whole (docs/operators.md); not measured yet, so not the default",
+        "Operators",
+    )
+
     input_bin: str | None = _option(
         None, "training tokens: a .bin file of llm.c's format or a glob of shards; without it, the demo corpus", "Data"
     )

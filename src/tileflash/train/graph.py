@@ -10,7 +10,7 @@ from torch import nn
 
 from tileflash.train.data_source import StepBatch
 from tileflash.train.recorder import GraphRecorder
-from tileflash.train.step import Limits, accumulate, finish_step
+from tileflash.train.step import Limits, LossFunction, accumulate, finish_step, plain_loss
 
 _NOTHING_PASSES = Limits(float("-inf"), float("-inf"))
 
@@ -44,6 +44,7 @@ class CapturedStep:
         dtype: torch.dtype,
         gradient_clip: float,
         recorder: Recorder | None = None,
+        loss_function: LossFunction = plain_loss,
     ) -> None:
         """`batch` is any step's data; no number of model or optimizer is changed by it.
 
@@ -60,7 +61,7 @@ class CapturedStep:
         several = len(batch.tokens) > 1
 
         def micro_batch() -> None:
-            accumulate(model, self._tokens, self._targets, valid_tokens, self._loss, dtype)
+            accumulate(model, self._tokens, self._targets, valid_tokens, self._loss, dtype, loss_function)
 
         def end() -> None:
             limits = Limits(cast(float, loss_limit), cast(float, gradient_limit))  # compared on the device all the same

@@ -10,19 +10,17 @@ from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import validation_batches
 from tileflash.train.generate import generate
 from tileflash.train.setup import Setup
-from tileflash.train.step import IGNORED_TARGET, compute, token_loss_sum
+from tileflash.train.step import IGNORED_TARGET
 
 
 @torch.no_grad()
-def validation_loss(
-    model: nn.Module, files: TokenFiles, config: TrainConfig, device: torch.device, dtype: torch.dtype
-) -> float:
+def validation_loss(model: nn.Module, files: TokenFiles, config: TrainConfig, setup: Setup) -> float:
     """Mean loss of a token over the first `val_max_batches` batches of `files`; the same data each time."""
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    valid = torch.zeros((), dtype=torch.int64, device=device)
-    for tokens, targets in validation_batches(files, config, device):
-        total += token_loss_sum(compute(model, tokens, dtype), targets)
+    total = torch.zeros((), dtype=torch.float64, device=setup.device)
+    valid = torch.zeros((), dtype=torch.int64, device=setup.device)
+    for tokens, targets in validation_batches(files, config, setup.device):
+        total += setup.loss_function(model, tokens, targets, 1, setup.dtype)
         valid += (targets != IGNORED_TARGET).sum()
     model.train()
     return float(total / valid)

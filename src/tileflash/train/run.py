@@ -102,6 +102,8 @@ def _introduce(config: TrainConfig, setup: Setup, logs: Logs) -> None:
     where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "CPU"
     logs.say(f"model: {config.model}, {parameter_count(setup.model):,} parameters, {dtype} on {where}")
     logs.say(f"attention: {setup.attention_name}")
+    if config.fused_operators:
+        logs.say("operators: fused, and logits never whole (docs/operators.md)")
     logs.say(
         f"data: {setup.training.name}, {len(setup.training):,} tokens; a step takes {config.step_tokens:,} "
         f"({config.micro_batches} x {config.batch_size} x {config.sequence_length})"

@@ -11,9 +11,12 @@ from pathlib import Path
 import torch
 
 from tileflash.data import TokenFiles, Tokenizer, get_tokenizer, read_dataset
-from tileflash.models import AttentionFunction, ModelConfig, model_config, unfused_attention
+from tileflash.models import AttentionFunction, LayerOperators, ModelConfig, model_config, unfused_attention
+from tileflash.models.operators import PLAIN
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import open_data
+from tileflash.train.fused import FUSED, fused_loss
+from tileflash.train.step import LossFunction, plain_loss
 
 _GPT2_VOCABULARY = 50257
 _BYTES_VOCABULARY = 257
@@ -29,6 +32,8 @@ class Setup:
     model: ModelConfig
     attention: AttentionFunction
     attention_name: str
+    operators: LayerOperators
+    loss_function: LossFunction
     tokenizer: Tokenizer | None
     training: TokenFiles
     validation: TokenFiles | None
@@ -46,8 +51,9 @@ def prepare_setup(config: TrainConfig) -> Setup:
     training, validation = open_data(config, tokenizer, model.vocab_size)
     attention, attention_name = _attention(config, model, device, dtype)
     return Setup(
-        device, dtype, cuda_graph, model, attention, attention_name, tokenizer, training, validation, tuple(notes)
-    )
+        device, dtype, cuda_graph, model, attention, attention_name, *_operators(config),
+        tokenizer, training, validation, tuple(notes),
+    )  # fmt: skip
 
 
 def cuda_graph_in_force(asked: bool | None, device: torch.device) -> bool:
@@ -195,3 +201,7 @@ def _attention(
     if explanation.choice is None:  # told before anything is built
         raise ValueError(f'attention_backend is "{backend}": {explanation}')
     return functools.partial(tileflash.attention, backend=backend), f"tileflash.attention: {explanation.choice}"
+
+
+def _operators(config: TrainConfig) -> tuple[LayerOperators, LossFunction]:
+    return (FUSED, fused_loss) if config.fused_operators else (PLAIN, plain_loss)

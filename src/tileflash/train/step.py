@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,29 @@ def compute(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch
         return model(tokens)
 
 
+class LossFunction(Protocol):
+    """Loss of one micro-batch, fp32 []: the sum of its valid tokens' cross entropies divided by `divisor`.
+
+    `tokens`, `targets`: int64 [B, S]; the model computes in `dtype` over its fp32 weights.
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        divisor: int | torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor: ...
+
+
+def plain_loss(
+    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, divisor: int | torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """A LossFunction that makes all logits, then the loss of them."""
+    return token_loss_sum(compute(model, tokens, dtype), targets) / divisor
+
+
 def accumulate(
     model: nn.Module,
     tokens: torch.Tensor,
@@ -42,18 +66,24 @@ def accumulate(
     divisor: int | torch.Tensor,
     total: torch.Tensor,
     dtype: torch.dtype,
+    loss_function: LossFunction = plain_loss,
 ) -> None:
     """Forward and backward of one micro-batch: its part of the step's loss is added to `total`, of the gradient to the weights'.
 
     `tokens`, `targets`: int64 [B, S]; `divisor`: the step's number of valid tokens, at least 1; `total`: fp32 scalar.
     """
-    loss = token_loss_sum(compute(model, tokens, dtype), targets) / divisor
+    loss = loss_function(model, tokens, targets, divisor, dtype)
     loss.backward()
     total += loss.detach()
 
 
 def forward_backward(
-    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, valid_tokens: int | torch.Tensor, dtype: torch.dtype
+    model: nn.Module,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    valid_tokens: int | torch.Tensor,
+    dtype: torch.dtype,
+    loss_function: LossFunction = plain_loss,
 ) -> torch.Tensor:
     """Loss (fp32, on the device) of the whole step; leaves its gradient in the weights.
 
@@ -64,7 +94,7 @@ def forward_backward(
     total = torch.zeros((), device=tokens.device)
     divisor = valid_tokens if isinstance(valid_tokens, torch.Tensor) else max(valid_tokens, 1)
     for micro_tokens, micro_targets in zip(tokens, targets, strict=True):
-        accumulate(model, micro_tokens, micro_targets, divisor, total, dtype)
+        accumulate(model, micro_tokens, micro_targets, divisor, total, dtype, loss_function)
     return total
 
 
@@ -107,6 +137,7 @@ def train_step(
     dtype: torch.dtype,
     gradient_clip: float,
     limits: Limits,
+    loss_function: LossFunction = plain_loss,
 ) -> torch.Tensor:
     """Do one step; return fp32 [3] on the device: loss, gradient norm before clipping, 1 if it was skipped else 0.
 
@@ -114,5 +145,5 @@ def train_step(
     where `found_inf` is 1. So the host, which at small batches is what limits the speed, waits once a step, when it
     reads the result.
     """
-    loss = forward_backward(model, tokens, targets, valid_tokens, dtype)
+    loss = forward_backward(model, tokens, targets, valid_tokens, dtype, loss_function)
     return finish_step(model, optimizer, loss, gradient_clip=gradient_clip, limits=limits)

@@ -66,7 +66,9 @@ class Trainer:
         )
         # Nothing here draws from the global generators; whatever the model may contain is then reproducible too.
         torch.manual_seed(config.seed)
-        self.model = build_model(setup.model, attention=setup.attention, device=setup.device, seed=config.seed)
+        self.model = build_model(
+            setup.model, setup.attention, setup.device, seed=config.seed, operators=setup.operators
+        )
         if config.init_from is not None and checkpoint is None:
             from tileflash.weights import load_into
 
@@ -136,13 +138,21 @@ class Trainer:
             dtype=dtype,
             gradient_clip=clip,
             limits=limits,
+            loss_function=self.setup.loss_function,
         )
 
     def _capture(self, batch: StepBatch) -> None:
         """Capture the step. Where that fails and was not asked for, this is told and the run goes on eagerly."""
         dtype, clip = self.setup.dtype, self.config.gradient_clip
         try:
-            self.captured = CapturedStep(self.model, self.optimizer, batch, dtype=dtype, gradient_clip=clip)
+            self.captured = CapturedStep(
+                self.model,
+                self.optimizer,
+                batch,
+                dtype=dtype,
+                gradient_clip=clip,
+                loss_function=self.setup.loss_function,
+            )
         except GraphCaptureError as error:
             if self.config.cuda_graph:
                 raise GraphCaptureError(
@@ -180,7 +190,7 @@ class Trainer:
 
     def _validate(self) -> None:
         assert self.setup.validation is not None  # `open_data` saw to it
-        loss = validation_loss(self.model, self.setup.validation, self.config, self.setup.device, self.setup.dtype)
+        loss = validation_loss(self.model, self.setup.validation, self.config, self.setup)
         self.logs.validation(self.step, loss)
 
     def _write_sample(self) -> None:

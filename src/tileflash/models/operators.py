@@ -1,0 +1,63 @@
+"""What the layers compute between their matrix products, as functions: plain PyTorch here, other ones from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class LayerOperators(NamedTuple):
+    """The functions that a model calls beside matrix products and attention; `PLAIN` is the readable set.
+
+    layer_norm(x, update, weight, bias, epsilon) and rms_norm(x, update, weight, epsilon) -> (x + update, its norm), all [B, S, C];
+    update None: nothing is added. swiglu(gate, up) [B, S, I] -> silu(gate) * up. rotary(qk, q_heads, cos, sin) -> (q, k), the first
+    `q_heads` and the other heads of qk [B, S, H, D], rotated; cos and sin as `RotaryEmbedding` gives them.
+    """
+
+    layer_norm: Callable[[Tensor, Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+    rotary: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def layer_norm(x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The residual stream after an update, and its LayerNorm."""
+    x = x if update is None else x + update
+    return x, F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+
+
+def rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The residual stream after an update, and its RMSNorm."""
+    x = x if update is None else x + update
+    if x.dtype == torch.float64:
+        # LLaMA as published goes through float32 whatever the input; a float64 run must give its numbers.
+        wide = x.float()
+        return x, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    return x, F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU's product (Shazeer, 2020)."""
+    return F.silu(gate) * up
+
+
+def rotary(qk: Tensor, q_heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k, rotated by their positions."""
+    q, k = apply_rotary(qk, cos, sin).split([q_heads, qk.shape[2] - q_heads], dim=2)
+    return q, k
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [B, S, H, D] by its positions; dimension i is paired with i + D / 2, as in Hugging Face's layout.
+
+    The products are in float32 at least, the result in x's dtype.
+    """
+    swapped = torch.roll(x, x.shape[-1] // 2, dims=-1)
+    return (x * cos + swapped * sin).to(x.dtype)
+
+
+PLAIN = LayerOperators(layer_norm, rms_norm, swiglu, rotary)

@@ -1,0 +1,57 @@
+"""A model's step with fused operators in place of chains of small ones: docs/operators.md."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from tileflash.models import GPT2, LayerOperators, Llama3
+from tileflash.operators.gated import swiglu
+from tileflash.operators.linear_cross_entropy import linear_cross_entropy
+from tileflash.operators.norm import layer_norm, rms_norm
+from tileflash.operators.rotary import rotary
+
+
+def fused_loss(
+    model: nn.Module,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    divisor: int | torch.Tensor,
+    dtype: torch.dtype,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """A LossFunction (see `step`) whose logits are never whole: the head and the loss are one operator."""
+    assert isinstance(model, GPT2 | Llama3)
+    with torch.autocast(tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        return linear_cross_entropy(
+            model.features(tokens),
+            model.head_weight,
+            targets,
+            divisor=divisor,
+            vocab_size=model.config.vocab_size,
+            backend=backend,
+        )
+
+
+def fused_operators(backend: str = "auto") -> LayerOperators:
+    """The functions of `tileflash.operators` as a model calls them; `backend` as they have it."""
+
+    def rotary_of_both(
+        qk: torch.Tensor, q_heads: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        half = qk.shape[-1] // 2
+        q, k = qk.split([q_heads, qk.shape[2] - q_heads], dim=2)
+        # The model's angles come twice, side by side, and in the first half of the sine with the sign of the rotation.
+        return rotary(q, k, cos[:, 0, :half], sin[:, 0, half:], backend=backend)
+
+    return LayerOperators(
+        functools.partial(layer_norm, backend=backend),
+        functools.partial(rms_norm, backend=backend),
+        functools.partial(swiglu, backend=backend),
+        rotary_of_both,
+    )
+
+
+FUSED = fused_operators()
