@@ -40,8 +40,10 @@ class Settings:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"`lengths` were {self.lengths}; they must be at least 1")
+        if not self.lengths or min(self.lengths) < 1 or any(self.tokens % length for length in self.lengths):
+            raise ValueError(
+                f"`lengths` was {self.lengths}; each must be at least 1 and divide `tokens` = {self.tokens}"
+            )
 
 
 @dataclass(eq=False)
@@ -55,15 +57,27 @@ class Outcome:
     speed_ratio: dict[int, Statistic] = field(default_factory=dict)
 
     @property
+    def counts(self) -> bool:
+        """Whether it was timed and is not out: what failed at one length may be fast at another."""
+        return bool(self.time_ms) and not self.failure
+
+    @property
     def mean_ratio(self) -> float:
-        """Geometric mean over the lengths; 0 where nothing was timed."""
-        return geometric_mean(ratio.median for ratio in self.speed_ratio.values()) if self.speed_ratio else 0.0
+        """Geometric mean over the lengths; 0 for what does not count."""
+        ratios = [ratio.median for ratio in self.speed_ratio.values()] if self.counts else []
+        return geometric_mean(ratios) if ratios else 0.0
 
 
 def tune(targets: Sequence[Target], settings: Settings, tell: Callable[[str], None] = lambda message: None) -> Iterator[
     tuple[Target, list[Outcome]]
 ]:  # fmt: skip
-    """Each row with its outcomes, best first. What fails or takes its process down is out and says why."""
+    """Each row with its outcomes, best first. What fails or takes its process down is out and says why.
+
+    ValueError where the width is not whole heads of a row.
+    """
+    for target in targets:
+        if settings.width % target.head_dim:
+            raise ValueError(f"`width` was {settings.width}; it must be a multiple of {target.head_dim} for {target}")
     outcomes = {target: [Outcome(c, i == 0) for i, c in enumerate(candidates(target))] for target in targets}
     with ThreadPoolExecutor(settings.jobs) as pool:
         jobs = []
@@ -83,8 +97,10 @@ def tune(targets: Sequence[Target], settings: Settings, tell: Callable[[str], No
 
 
 def ledger_lines(target: Target, outcomes: Sequence[Outcome], settings: Settings, sitting: Sitting) -> Iterator[Line]:
-    """Times and ratios of all that were timed."""
+    """Times and ratios of all that count."""
     for outcome in outcomes:
+        if not outcome.counts:
+            continue
         for length, time_ms in outcome.time_ms.items():
             case: dict[str, CaseValue] = {
                 "backend": target.backend, "kernel": target.kernel, "head_dim": target.head_dim,
