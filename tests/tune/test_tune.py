@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +109,32 @@ def test_lengths_must_divide_the_tokens() -> None:
 def test_the_width_must_be_whole_heads() -> None:
     with pytest.raises(ValueError, match="`width` was 100; it must be a multiple of 64"):
         next(iter(tune([FORWARD], replace(SMALL, width=100))))
+
+
+def test_ctrl_c_ends_it_all(tmp_path: Path) -> None:
+    """As a terminal sends it: to all processes at once. It was taken for the death of one child, and the next began."""
+    program = f"""
+import sys
+from tileflash.tune import session
+from tileflash.tune.candidates import Target
+session.CHILD = (sys.executable, {str(Path(__file__).with_name("fake_child.py"))!r})
+list(session.tune([Target("triton", "forward", 64, True)], session.Settings(lengths=(16,), tokens=32, device="cpu", jobs=1)))
+"""
+    deeds = json.dumps(dict.fromkeys(range(1, 100), "hang"))
+    environment = {**os.environ, "FAKE_TUNE": deeds, "PYTHONPATH": "src", "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not any("verified" in path.read_text() for path in tmp_path.rglob("events.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        assert process.wait(timeout=30) != 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_child_that_hangs_is_ended(fake: Any) -> None:

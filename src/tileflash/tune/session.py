@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,7 @@ def tune(targets: Sequence[Target], settings: Settings, tell: Callable[[str], No
         if settings.width % target.head_dim:
             raise ValueError(f"`width` was {settings.width}; it must be a multiple of {target.head_dim} for {target}")
     outcomes = {target: [Outcome(c, i == 0) for i, c in enumerate(candidates(target))] for target in targets}
+    interrupted = threading.Event()
     with ThreadPoolExecutor(settings.jobs) as pool:
         jobs = []
         for target, found in outcomes.items():
@@ -87,7 +89,12 @@ def tune(targets: Sequence[Target], settings: Settings, tell: Callable[[str], No
             for first in range(0, max(1, len(others)), share):
                 jobs.append((target, [0, *others[first : first + share]]))
         tell(f"{sum(map(len, outcomes.values()))} configurations of {len(targets)} rows: compiling and verifying")
-        list(pool.map(lambda job: _verify(job[0], job[1], outcomes[job[0]], settings), jobs))
+        try:
+            list(pool.map(lambda job: _verify(job[0], job[1], outcomes[job[0]], settings, interrupted), jobs))
+        except BaseException:
+            # A Ctrl-C reaches the children as well: a thread would take it for the death of one and go on with the next.
+            interrupted.set()
+            raise
     for target, found in outcomes.items():
         alive = [index for index, outcome in enumerate(found) if not outcome.failure]
         tell(f"{target}: timing {len(alive)} of {len(found)}")
@@ -113,16 +120,25 @@ def ledger_lines(target: Target, outcomes: Sequence[Outcome], settings: Settings
                 yield sitting.line(SUITE, case, name, "speed_ratio_to_shipped", outcome.speed_ratio[length])
 
 
-def _verify(target: Target, indices: list[int], outcomes: list[Outcome], settings: Settings) -> None:
-    _run(target, indices, outcomes, settings, (min(_VERIFY_LENGTH, settings.tokens),), timed=False)
+def _verify(
+    target: Target, indices: list[int], outcomes: list[Outcome], settings: Settings, interrupted: threading.Event
+) -> None:
+    lengths = (min(_VERIFY_LENGTH, settings.tokens),)
+    _run(target, indices, outcomes, settings, lengths, timed=False, interrupted=interrupted)
 
 
 def _run(
-    target: Target, indices: list[int], outcomes: list[Outcome], settings: Settings, lengths: Sequence[int], timed: bool
+    target: Target,
+    indices: list[int],
+    outcomes: list[Outcome],
+    settings: Settings,
+    lengths: Sequence[int],
+    timed: bool,
+    interrupted: threading.Event | None = None,
 ) -> None:
     """One child after the other until the indices have all been tried; the first index is what the others are held against."""
     remaining = list(indices)
-    while remaining:
+    while remaining and not (interrupted and interrupted.is_set()):
         job = {
             "target": asdict(target), "indices": remaining, "device": settings.device, "time": timed,
             "rounds": settings.rounds, "target_ms": settings.target_ms,
