@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 
 from tileflash import warmup
 from tileflash.cli import app
+from tileflash.train.setup import find_gpu_device
 from tileflash.warmup import Done, Kind, compile_kind, kinds_of_model, make_kinds, warm_up
+
+KINDS = make_kinds([8, 16, 24], ["float16"], ["full"], [1], ["triton"])
 
 
 def test_kinds_are_all_combinations_each_once() -> None:
@@ -61,8 +64,52 @@ def test_all_kinds_come_back(jobs: int) -> None:
     assert {done.kind for done in warm_up(kinds, "cpu", jobs)} == set(kinds)
 
 
+def _fails_at_16(kind: Kind, device: str) -> Done:
+    if kind.head_dim == 16:
+        raise RuntimeError("no such instruction")
+    return Done(kind, 1.0)
+
+
+def _dies_at_16(kind: Kind, device: str) -> Done:
+    if kind.head_dim == 16:
+        os.abort()
+    return Done(kind, 1.0)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_kind_that_fails_does_not_end_the_others(jobs: int) -> None:
+    found = {done.kind.head_dim: done.failure for done in warm_up(KINDS, "cpu", jobs, _fails_at_16)}
+    assert found == {8: "", 16: "RuntimeError: no such instruction", 24: ""}
+
+
+def test_a_kind_that_takes_its_process_down_is_told() -> None:
+    found = {done.kind.head_dim: done.failure for done in warm_up(KINDS, "cpu", 2, _dies_at_16)}
+    assert len(found) == 3
+    assert found[16].startswith("BrokenProcessPool: ")
+
+
+def test_auto_is_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert find_gpu_device("auto") == "cuda"
+
+
+def test_where_there_is_no_gpu_none_is_advised() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="sees no GPU here, and this needs one"):
+        find_gpu_device("cuda")
+
+
+def test_a_failed_kind_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tileflash.train.setup.find_gpu_device", lambda name: "cuda")
+    monkeypatch.setattr(warmup, "warm_up", lambda kinds, device, jobs: (Done(k, 0.0, failure="[why]") for k in kinds))
+    result = CliRunner().invoke(app, ["warmup", "gpt2", "--backends", "triton"])
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[0].endswith("causal: failed ([why])")
+
+
 def test_the_command_prints_a_line_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tileflash.train.setup.find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr("tileflash.train.setup.find_gpu_device", lambda name: "cuda")
     monkeypatch.setattr(
         warmup,
         "warm_up",

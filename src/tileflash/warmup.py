@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -41,11 +42,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a kind: seconds of its first forward and backward pass, or why the backend does not serve it."""
+    """What came of a kind: seconds of its first forward and backward pass, or why the backend does not serve it, or failed."""
 
     kind: Kind
     seconds: float
     refused: str = ""
+    failure: str = ""
 
 
 def make_kinds(
@@ -103,16 +105,26 @@ def compile_kind(kind: Kind, device: str) -> Done:
 def warm_up(
     kinds: Sequence[Kind], device: str, jobs: int, compile_one: Callable[[Kind, str], Done] = compile_kind
 ) -> Iterator[Done]:
-    """Compile all kinds, at most `jobs` at a time, each as it comes; one job stays in this process."""
+    """Compile all kinds, at most `jobs` at a time, each as it comes; one job stays in this process.
+
+    A kind that fails says so and the others go on; one that takes its process down takes those that had not come with it.
+    """
     if jobs == 1:
         for kind in kinds:
-            yield compile_one(kind, device)
+            yield _outcome(kind, partial(compile_one, kind, device))
         return
     # Spawned: a process that has a CUDA context must not be forked.
     with ProcessPoolExecutor(min(jobs, len(kinds)), mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = [pool.submit(compile_one, kind, device) for kind in kinds]
+        pending = {pool.submit(compile_one, kind, device): kind for kind in kinds}
         try:
             for future in as_completed(pending):
-                yield future.result()
+                yield _outcome(pending[future], future.result)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _outcome(kind: Kind, compiled: Callable[[], Done]) -> Done:
+    try:
+        return compiled()
+    except Exception as error:  # a compiler's errors have no common base
+        return Done(kind, 0.0, failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")

@@ -112,3 +112,15 @@ def test_the_command(tmp_path: Path) -> None:
     bad = CliRunner().invoke(app, ["bench", "host", "--device", "cpu", "--variants", "fast"])
     assert bad.exit_code == 2
     assert len(bad.stderr.splitlines()) == 1
+
+
+def test_a_variant_that_has_no_backward_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        if q.requires_grad:
+            raise NotImplementedError("no gradients here")
+        return q
+
+    monkeypatch.setattr(host, "attention_variant", lambda name: only_forward)
+    arguments = ["--device", "cpu", "--variants", "math", "--calls", "1", "--rounds", "1"]
+    result = CliRunner().invoke(app, ["bench", "host", *arguments])
+    assert result.stdout.count("math: no gradients here") == 1

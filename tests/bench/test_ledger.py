@@ -161,6 +161,20 @@ def test_what_is_no_ledger_is_not_appended_to(tmp_path: Path, content: str) -> N
         require_ledger(path)
 
 
+def test_what_cannot_be_written_to_is_told_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        require_ledger(tmp_path / "file" / "below" / "a.jsonl")
+    require_ledger(tmp_path / "new" / "a.jsonl")
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(os, "access", lambda place, mode: False)  # as root, everything may be written
+    for path in (tmp_path / "file", tmp_path / "new" / "a.jsonl"):
+        with pytest.raises(PermissionError):
+            require_ledger(path)
+
+
 def test_what_is_a_ledger_or_nothing_yet_is_appended_to(tmp_path: Path) -> None:
     require_ledger(tmp_path / "none.jsonl")
     require_ledger("/dev/null")

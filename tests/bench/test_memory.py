@@ -60,17 +60,14 @@ def test_all_lengths_variants_and_passes() -> None:
 
 
 def test_a_variant_without_memory_is_a_flag_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = memory.attention_variant
+    monkeypatch.setattr(memory, "attention_variant", lambda name: name)
 
-    def variant(name: str) -> Any:
-        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-            if name == "math" and q.shape[1] == 32:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return true("math")(q, k, v, causal)
+    def run_counted(suite: MemorySuite, function: Any, length: int, which: str) -> int:
+        if function == "math" and length == 32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 0
 
-        return run
-
-    monkeypatch.setattr(memory, "attention_variant", variant)
+    monkeypatch.setattr(memory, "_run_counted", run_counted)
     flags = {
         (cell.length, cell.variant): cell.flag for cell in measure_memory(replace(SMALL, variants=("math", "fa2")))
     }
@@ -138,3 +135,19 @@ def test_on_a_gpu_flash_holds_little_more_than_what_must_be_there() -> None:
         assert cell.peak_bytes is not None
         if cell.variant == "tileflash-triton":  # the log-sum-exp and delta, 8 bytes a row beside 128 of the output's
             assert cell.peak_bytes <= 1.25 * cell.counted.least(cell.variant, cell.which) + 2**21
+
+
+def test_where_nothing_is_measured_only_the_smallest_length_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The standard lengths on a CPU: a matrix of 512 GiB."""
+    lengths = []
+
+    def variant(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        lengths.append(q.shape[1])
+        return q + k + v
+
+    monkeypatch.setattr(memory, "attention_variant", lambda name: variant)
+    cells = list(measure_memory(replace(SMALL, variants=("math",))))
+    assert set(lengths) == {16}
+    assert [(cell.length, cell.flag, cell.peak_bytes) for cell in cells] == [
+        (length, None, None) for length in (16, 32) for _ in PASSES
+    ]

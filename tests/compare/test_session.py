@@ -111,19 +111,20 @@ def test_a_run_that_hangs_is_killed_even_if_it_ignores_sigterm(
     assert "TIMED OUT" in shown
     assert _logs(config) == {run.name for run in plan(config) if run.scheme == BASELINE or run.repeat == 1}
     assert "timed out" in _report(config)
-    assert not _is_running("fake_trainer.py", str(config.output))
+    assert not _running("fake_trainer.py", str(config.output))
 
 
-def _is_running(*parts: str) -> bool:
-    """Whether a process has all of `parts` in its command line."""
+def _running(*parts: str) -> list[int]:
+    """The processes that have all of `parts` in their command lines."""
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_text()
         except OSError:
             continue
         if all(part in line for part in parts) and process.name != str(os.getpid()):
-            return True
-    return False
+            found.append(int(process.name))
+    return found
 
 
 def test_continue_makes_only_what_is_missing(small_config: MakeConfig, fake_trainer: FakeTrainer) -> None:
@@ -221,12 +222,35 @@ def test_an_interrupted_comparison_reports_and_can_be_taken_up(
     assert process.returncode == 130, shown
     assert "interrupted" in shown
     assert "2 of 8 planned runs are in this report: it was interrupted" in _report(config)
-    assert not _is_running("fake_trainer.py", str(config.output))
+    assert not _running("fake_trainer.py", str(config.output))
 
     status, shown = _compare(config, fake_trainer())
     assert status == 0
     assert "taking up 2 finished runs of 8" in shown
     assert "planned runs are in this report" not in _report(config)
+
+
+def test_a_killed_comparisons_run_keeps_others_out(small_config: MakeConfig, fake_trainer: FakeTrainer) -> None:
+    """It goes on: its lines came into the log of the run that took its place, and both shared the device."""
+    config = small_config(resume=True)
+    first = plan(config)[0]
+    command = fake_trainer(hang=[f"{first.scheme}:{first.setting.sequence_length}:r1"])
+    line = [sys.executable, "-c", INTERRUPTIBLE, str(config.output), json.dumps(command)]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, start_new_session=True)
+    _wait_for(config.output / "runs" / f"{first.name}.jsonl")
+    process.kill()
+    process.wait()
+    try:
+        with pytest.raises(ValueError, match="one that was killed still goes on"):
+            _compare(config, fake_trainer())
+    finally:
+        for orphan in _running("fake_trainer.py", str(config.output)):
+            os.kill(orphan, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while _running("fake_trainer.py", str(config.output)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert _compare(config, fake_trainer())[0] == 0
 
 
 def _wait_for(path: Path) -> None:

@@ -32,4 +32,7 @@ if job["time"]:
             statistic = {"median": ms, "low": ms, "high": ms, "repeats": 3}
             ratio = {"median": 10.0 / ms, "low": 1.0, "high": 20.0, "repeats": 3}
             for shape in job["shapes"]:
+                if deeds.get(index) == f"wrong at {shape['length']}":
+                    tell(event="failed", index=index, reason="differs")
+                    continue
                 tell(event="timed", index=index, length=shape["length"], time_ms=statistic, speed_ratio=ratio)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +90,53 @@ def test_the_best_comes_first_and_the_failed_say_why(fake: Any) -> None:
     assert outcome_of(found, 0).shipped
 
 
+def test_what_fails_at_one_length_is_no_best_at_another(fake: Any) -> None:
+    fake({6: "wrong at 32"})  # by far the fastest at 16
+    settings = replace(SMALL, lengths=(16, 32))
+    ((target, found),) = tune([FORWARD], settings)
+    out = outcome_of(found, 6)
+    assert (out.failure, list(out.time_ms), out.mean_ratio) == ("differs", [16], 0.0)
+    assert found[0] is not out
+    lines = ledger_lines(target, found, settings, Sitting.begin({"gpu": None, "cpu": "test", "commit": "abc"}))
+    assert words(out.configuration) not in {line.variant for line in lines}
+
+
+def test_lengths_must_divide_the_tokens() -> None:
+    with pytest.raises(ValueError, match="divide `tokens` = 32"):
+        replace(SMALL, lengths=(16, 64))
+
+
+def test_the_width_must_be_whole_heads() -> None:
+    with pytest.raises(ValueError, match="`width` was 100; it must be a multiple of 64"):
+        next(iter(tune([FORWARD], replace(SMALL, width=100))))
+
+
+def test_ctrl_c_ends_it_all(tmp_path: Path) -> None:
+    """As a terminal sends it: to all processes at once. It was taken for the death of one child, and the next began."""
+    program = f"""
+import sys
+from tileflash.tune import session
+from tileflash.tune.candidates import Target
+session.CHILD = (sys.executable, {str(Path(__file__).with_name("fake_child.py"))!r})
+list(session.tune([Target("triton", "forward", 64, True)], session.Settings(lengths=(16,), tokens=32, device="cpu", jobs=1)))
+"""
+    deeds = json.dumps(dict.fromkeys(range(1, 100), "hang"))
+    environment = {**os.environ, "FAKE_TUNE": deeds, "PYTHONPATH": "src", "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not any("verified" in path.read_text() for path in tmp_path.rglob("events.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        assert process.wait(timeout=30) != 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_child_that_hangs_is_ended(fake: Any) -> None:
     fake({2: "hang"})
     ((_, found),) = tune([FORWARD], replace(SMALL, timeout_s=3.0, jobs=8))
@@ -149,17 +200,19 @@ def test_the_kernels_themselves_interpreted(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("arguments", [
     ["--device", "cpu"], ["--backend", "sdpa"], ["--head-dims", "80"], ["--dtype", "float32"], ["--options", "softcap"],
-    ["--backend", "triton", "--kernels", "forwards"],
+    ["--backend", "triton", "--kernels", "forwards"], ["--masks", "bogus"], ["--lengths", "500"],
 ])  # fmt: skip
 def test_bad_usage_is_one_line_and_status_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["tune", *arguments])
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
+    if arguments[0] != "--device":
+        assert "GPU" not in result.stderr  # it is told what is wrong, on any machine
 
 
 @pytest.mark.usefixtures("fake")
 def test_the_command_prints_and_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tileflash.train.setup.find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr("tileflash.train.setup.find_gpu_device", lambda name: "cuda")
     monkeypatch.setattr(
         "tileflash.environment.environment", lambda device: {"gpu": None, "cpu": "test", "commit": "abc"}
     )

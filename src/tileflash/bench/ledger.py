@@ -7,6 +7,7 @@ Other programs read these files: another meaning or another key needs another SC
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -119,7 +120,10 @@ def from_json(text: str) -> Line:
 
 
 def require_ledger(path: str | os.PathLike[str]) -> None:
-    """ValueError where `path` holds something that is no ledger: asked before the measurement, not after it."""
+    """ValueError where `path` holds something that is no ledger, OSError where nothing can be written to it.
+
+    Asked before the measurement, not after it. Nothing is made.
+    """
     path = Path(path)
     try:
         if path.is_dir():
@@ -128,6 +132,11 @@ def require_ledger(path: str | os.PathLike[str]) -> None:
             _read_file(path)
     except ValueError as error:  # a text that is not UTF-8 is one as well
         raise ValueError(f"{path} is no ledger that lines could be appended to: {error}") from None
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if there != path and not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 def append(path: str | os.PathLike[str], lines: Iterable[Line]) -> int:

@@ -99,7 +99,10 @@ class MemoryCell:
 
 def measure_memory(suite: MemorySuite) -> Iterator[MemoryCell]:
     """All lengths, variants and passes, each as it comes. Every variant is called once before at the smallest length: what is allocated
-    once and for ever (workspaces, compiled kernels) is not counted."""
+    once and for ever (workspaces, compiled kernels) is not counted.
+
+    Where nothing can be measured, only the smallest length is run, to learn which variants serve: the matrix of the standard lengths
+    would fill the host's memory for nothing."""
     functions = {variant: attention_variant(variant) for variant in suite.variants}
     for function in functions.values():
         attempt(lambda function=function: _run(suite, function, min(suite.lengths), "forward and backward"))  # type: ignore[misc]
@@ -142,7 +145,7 @@ def memory_lines(suite: MemorySuite, cells: list[MemoryCell], sitting: Sitting) 
 
 def _run_counted(suite: MemorySuite, function: Attention, length: int, which: Pass) -> int:
     if not _is_cuda(suite.device):
-        _run(suite, function, length, which)
+        _run(suite, function, min(suite.lengths), which)
         return 0
     inputs = _inputs(suite, length)
     torch.cuda.synchronize(suite.device)

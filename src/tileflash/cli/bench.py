@@ -134,9 +134,8 @@ def host(
             row.append("-" if figure is None else f"{figure.median:.1f} ({figure.low:.1f} - {figure.high:.1f})")
         table.add_row(variant, *row)
     console.print(table)
-    for cell in cells:
-        if cell.reason and cell.mode == MODES[0]:
-            console.print(f"{cell.variant}: {cell.reason}", markup=False)
+    for reason in dict.fromkeys(f"{cell.variant}: {cell.reason}" for cell in cells if cell.reason):
+        console.print(reason, markup=False)
     if output is not None:
         append(output, host_lines(suite, cells, sitting))
         console.print(f"appended to {output}", markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +54,7 @@ def tune(
     from tileflash.bench.sitting import Sitting
     from tileflash.cli.bench import numbers, words
     from tileflash.environment import environment
-    from tileflash.train.setup import find_device
+    from tileflash.train.setup import find_gpu_device
     from tileflash.tune import session
     from tileflash.tune.candidates import KERNELS, targets_of
     from tileflash.tune.candidates import words as in_words
@@ -64,20 +65,19 @@ def tune(
     rows = targets_of(backend, asked, list(numbers("--head-dims", head_dims)), list(words(masks)), options)
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"`--dtype` was {dtype!r}; it must be bfloat16 or float16")
-    if find_device(device).type != "cuda":
-        raise ValueError(f"`--device` was {device!r}; kernels are timed on a GPU")
-    if output is not None:
-        require_ledger(output)
     settings = session.Settings(
         lengths=numbers("--lengths", lengths), tokens=tokens, width=width, dtype=dtype, device=device, jobs=jobs, rounds=rounds
     )  # fmt: skip
+    settings = replace(settings, device=find_gpu_device(device))
+    if output is not None:
+        require_ledger(output)
     out, errors = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
     sitting, broken = Sitting.begin(environment(device)), False
     for target, outcomes in session.tune(rows, settings, errors.print):
         table = Table(title=str(target), title_justify="left")
         for heading in ("configuration", "mean", *(f"S={length}: ms (x shipped)" for length in settings.lengths)):
             table.add_column(heading)
-        timed = [outcome for outcome in outcomes if outcome.time_ms]
+        timed = [outcome for outcome in outcomes if outcome.counts]
         for outcome in dict.fromkeys([*timed[:best], *(o for o in timed if o.shipped)]):
             cells = [
                 f"{outcome.time_ms[n].median:.4g} ({outcome.speed_ratio[n].median:.3f}, "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tileflash.cli.errors import friendly_errors
+
+if TYPE_CHECKING:
+    from tileflash.warmup import Done
 
 _HELP = """Compile attention kernels ahead, so that no first call waits for them.
 
@@ -22,7 +25,7 @@ Examples:
       what training these models calls
   tileflash warmup --head-dims 64,128 --dtypes bfloat16,float16 --masks full,causal --kv-groups 1,4
 
-Exit status: 0, or 2 for bad usage and where there is no GPU.
+Exit status: 0; 1 when a kind failed; 2 for bad usage and where there is no GPU.
 """
 
 
@@ -46,7 +49,7 @@ def warmup(
 
     from tileflash.cli.bench import numbers, words
     from tileflash.doctor.cache import inspect_cache
-    from tileflash.train.setup import find_device
+    from tileflash.train.setup import find_gpu_device
     from tileflash.warmup import kinds_of_model, make_kinds, warm_up
 
     kinds = [kind for name in models or () for kind in kinds_of_model(name, words(dtypes), words(backends))]
@@ -59,19 +62,25 @@ def warmup(
             words(backends),
         )
     kinds = list(dict.fromkeys(kinds))
-    if find_device(device).type != "cuda":
-        raise ValueError(f"`--device` was {device!r}; kernels are compiled for a GPU, on the machine that has it")
+    device = find_gpu_device(device)
     at_once = jobs or max(1, min(8, (os.cpu_count() or 2) // 2))
     out, errors = Console(highlight=False, soft_wrap=True), Console(stderr=True)
+    failed = False
     with Progress(console=errors, disable=not errors.is_terminal) as progress:
         bar = progress.add_task("compiling", total=len(kinds))
         for done in warm_up(kinds, device, at_once):
-            out.print(
-                f"{done.kind}: not served ({done.refused})" if done.refused else f"{done.kind}: {done.seconds:.1f} s"
-            )
+            failed = failed or bool(done.failure)
+            out.print(f"{done.kind}: {_what_came(done)}", markup=False)
             progress.advance(bar)
     cache = inspect_cache()
     out.print(f"{cache.directory}: {cache.files:,} files, {cache.bytes / 2**20:,.0f} MiB")
+    raise typer.Exit(int(failed))
+
+
+def _what_came(done: Done) -> str:
+    if done.failure:
+        return f"failed ({done.failure})"
+    return f"not served ({done.refused})" if done.refused else f"{done.seconds:.1f} s"
 
 
 warmup.__doc__ = _HELP

@@ -33,6 +33,7 @@ def execute(
     command: Sequence[str] = TRAIN_COMMAND,
     limit_s: float | None = None,
     on_progress: Callable[[int], None] = lambda steps: None,
+    keep_open: Sequence[int] = (),
 ) -> RunResult:
     """Run the process to its end and read its log.
 
@@ -40,6 +41,7 @@ def execute(
         command: what `tileflash train` is called as.
         limit_s: kill the process after this many seconds; by default `config.timeout_seconds`.
         on_progress: called about once a second with the steps that were logged so far.
+        keep_open: files that the process holds open as long as it lives.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, after the process has been killed; the run then has no record and does not count.
@@ -60,6 +62,7 @@ def execute(
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=tuple(keep_open),
         )
         try:
             timed_out = not _wait(process, started + limit_s, lambda: on_progress(count_steps(log)))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -49,15 +50,15 @@ def compare(config: CompareConfig, *, command: Sequence[str] = TRAIN_COMMAND, co
     config = decided(config)
     if config.ledger is not None:
         require_ledger(config.ledger)
-    with _held(config.output):
-        return _compare(config, command, console or Console())
+    with _held(config.output) as lock:
+        return _compare(config, partial(execute, command=command, keep_open=[lock]), console or Console())
 
 
-def _compare(config: CompareConfig, command: Sequence[str], console: Console) -> int:
+def _compare(config: CompareConfig, make_run: Callable[..., RunResult], console: Console) -> int:
     runs = plan(config)
     results = _earlier_results(config, runs, console)
     with _terminate_as_interrupt():
-        stopped = _make_runs(config, runs, results, command, console)
+        stopped = _make_runs(config, runs, results, make_run, console)
     findings = Findings(config, results, len(runs), stopped)
     reports = _write_reports(findings)
     say = texts(config.language)
@@ -74,10 +75,11 @@ def _compare(config: CompareConfig, command: Sequence[str], console: Console) ->
 
 
 @contextmanager
-def _held(output: Path) -> Iterator[None]:
+def _held(output: Path) -> Iterator[int]:
     """Keep other comparisons out of `output`: a second one would put the first one's runs aside under its hands.
 
-    The kernel releases the lock however the process ends.
+    The kernel releases the lock however the processes end that have the file open, whose number is what is yielded: a
+    run whose comparison was killed (SIGKILL) still writes its log and keeps the device busy.
     """
     output.mkdir(parents=True, exist_ok=True)
     with (output / ".lock").open("w") as lock:
@@ -85,9 +87,10 @@ def _held(output: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"output is {output}: another comparison is writing to it; it must be a directory of its own"
+                f"output is {output}: another comparison is writing to it, or the last run of one that was killed "
+                "still goes on; it must be a directory of its own"
             ) from None
-        yield
+        yield lock.fileno()
 
 
 def _earlier_results(config: CompareConfig, runs: list[Run], console: Console) -> dict[Run, RunResult]:
@@ -114,7 +117,11 @@ def _earlier_results(config: CompareConfig, runs: list[Run], console: Console) -
 
 
 def _make_runs(
-    config: CompareConfig, runs: list[Run], results: dict[Run, RunResult], command: Sequence[str], console: Console
+    config: CompareConfig,
+    runs: list[Run],
+    results: dict[Run, RunResult],
+    make_run: Callable[..., RunResult],
+    console: Console,
 ) -> str | None:
     """Fill `results`; return why it stopped early, or None."""
     deadline = None if config.budget_seconds is None else time.monotonic() + config.budget_seconds
@@ -130,7 +137,7 @@ def _make_runs(
                 if limit_s is None:
                     return "budget"
                 display.running(run, 0)
-                result = execute(config, run, command=command, limit_s=limit_s, on_progress=_progress_of(display, run))
+                result = make_run(config, run, limit_s=limit_s, on_progress=_progress_of(display, run))
                 if result.outcome is Outcome.TIMED_OUT and limit_s < config.timeout_seconds:
                     return "budget"
                 results[run] = result

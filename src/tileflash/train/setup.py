@@ -88,6 +88,16 @@ def find_device(name: str) -> torch.device:
     return device
 
 
+def find_gpu_device(name: str) -> str:
+    """`name` (auto, cuda or cuda:N) as PyTorch knows it, for what only a GPU can do; ValueError where it is none."""
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f'device is "{name}": PyTorch {torch.__version__} sees no GPU here, and this needs one')
+    device = find_device(name)
+    if device.type != "cuda":
+        raise ValueError(f'device is "{name}": this needs a GPU; it must be auto, cuda or cuda:N')
+    return str(device)
+
+
 def _use(device: torch.device) -> torch.device:
     """Make a GPU the current one; the device with its number."""
     if device.type == "cpu":

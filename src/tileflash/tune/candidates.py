@@ -51,6 +51,8 @@ class Target:
 
 def targets_of(backend: str, kernels: list[str], head_dims: list[int], masks: list[str], options: str) -> list[Target]:
     """All rows asked for; triton's d_k and d_v are one kernel up to 128 and two above. ValueError if there is none."""
+    if unknown := set(masks) - {"full", "causal"}:
+        raise ValueError(f"no mask {', '.join(sorted(unknown))}; there are full, causal")
     found = []
     for kernel, head_dim, mask in product(kernels, head_dims, masks):
         if backend == "triton" and kernel in ("dk", "dv", "dkdv") and (kernel, head_dim) not in HOPPER:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +41,10 @@ class Settings:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"`lengths` were {self.lengths}; they must be at least 1")
+        if not self.lengths or min(self.lengths) < 1 or any(self.tokens % length for length in self.lengths):
+            raise ValueError(
+                f"`lengths` was {self.lengths}; each must be at least 1 and divide `tokens` = {self.tokens}"
+            )
 
 
 @dataclass(eq=False)
@@ -55,16 +58,29 @@ class Outcome:
     speed_ratio: dict[int, Statistic] = field(default_factory=dict)
 
     @property
+    def counts(self) -> bool:
+        """Whether it was timed and is not out: what failed at one length may be fast at another."""
+        return bool(self.time_ms) and not self.failure
+
+    @property
     def mean_ratio(self) -> float:
-        """Geometric mean over the lengths; 0 where nothing was timed."""
-        return geometric_mean(ratio.median for ratio in self.speed_ratio.values()) if self.speed_ratio else 0.0
+        """Geometric mean over the lengths; 0 for what does not count."""
+        ratios = [ratio.median for ratio in self.speed_ratio.values()] if self.counts else []
+        return geometric_mean(ratios) if ratios else 0.0
 
 
 def tune(targets: Sequence[Target], settings: Settings, tell: Callable[[str], None] = lambda message: None) -> Iterator[
     tuple[Target, list[Outcome]]
 ]:  # fmt: skip
-    """Each row with its outcomes, best first. What fails or takes its process down is out and says why."""
+    """Each row with its outcomes, best first. What fails or takes its process down is out and says why.
+
+    ValueError where the width is not whole heads of a row.
+    """
+    for target in targets:
+        if settings.width % target.head_dim:
+            raise ValueError(f"`width` was {settings.width}; it must be a multiple of {target.head_dim} for {target}")
     outcomes = {target: [Outcome(c, i == 0) for i, c in enumerate(candidates(target))] for target in targets}
+    interrupted = threading.Event()
     with ThreadPoolExecutor(settings.jobs) as pool:
         jobs = []
         for target, found in outcomes.items():
@@ -73,7 +89,12 @@ def tune(targets: Sequence[Target], settings: Settings, tell: Callable[[str], No
             for first in range(0, max(1, len(others)), share):
                 jobs.append((target, [0, *others[first : first + share]]))
         tell(f"{sum(map(len, outcomes.values()))} configurations of {len(targets)} rows: compiling and verifying")
-        list(pool.map(lambda job: _verify(job[0], job[1], outcomes[job[0]], settings), jobs))
+        try:
+            list(pool.map(lambda job: _verify(job[0], job[1], outcomes[job[0]], settings, interrupted), jobs))
+        except BaseException:
+            # A Ctrl-C reaches the children as well: a thread would take it for the death of one and go on with the next.
+            interrupted.set()
+            raise
     for target, found in outcomes.items():
         alive = [index for index, outcome in enumerate(found) if not outcome.failure]
         tell(f"{target}: timing {len(alive)} of {len(found)}")
@@ -83,8 +104,10 @@ def tune(targets: Sequence[Target], settings: Settings, tell: Callable[[str], No
 
 
 def ledger_lines(target: Target, outcomes: Sequence[Outcome], settings: Settings, sitting: Sitting) -> Iterator[Line]:
-    """Times and ratios of all that were timed."""
+    """Times and ratios of all that count."""
     for outcome in outcomes:
+        if not outcome.counts:
+            continue
         for length, time_ms in outcome.time_ms.items():
             case: dict[str, CaseValue] = {
                 "backend": target.backend, "kernel": target.kernel, "head_dim": target.head_dim,
@@ -97,16 +120,25 @@ def ledger_lines(target: Target, outcomes: Sequence[Outcome], settings: Settings
                 yield sitting.line(SUITE, case, name, "speed_ratio_to_shipped", outcome.speed_ratio[length])
 
 
-def _verify(target: Target, indices: list[int], outcomes: list[Outcome], settings: Settings) -> None:
-    _run(target, indices, outcomes, settings, (min(_VERIFY_LENGTH, settings.tokens),), timed=False)
+def _verify(
+    target: Target, indices: list[int], outcomes: list[Outcome], settings: Settings, interrupted: threading.Event
+) -> None:
+    lengths = (min(_VERIFY_LENGTH, settings.tokens),)
+    _run(target, indices, outcomes, settings, lengths, timed=False, interrupted=interrupted)
 
 
 def _run(
-    target: Target, indices: list[int], outcomes: list[Outcome], settings: Settings, lengths: Sequence[int], timed: bool
+    target: Target,
+    indices: list[int],
+    outcomes: list[Outcome],
+    settings: Settings,
+    lengths: Sequence[int],
+    timed: bool,
+    interrupted: threading.Event | None = None,
 ) -> None:
     """One child after the other until the indices have all been tried; the first index is what the others are held against."""
     remaining = list(indices)
-    while remaining:
+    while remaining and not (interrupted and interrupted.is_set()):
         job = {
             "target": asdict(target), "indices": remaining, "device": settings.device, "time": timed,
             "rounds": settings.rounds, "target_ms": settings.target_ms,
