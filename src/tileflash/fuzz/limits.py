@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from tileflash.attention.dispatch import BACKENDS
 from tileflash.fuzz.problems import DTYPES, OPTIONS, Problem
 
@@ -31,13 +29,16 @@ class Limits:
 
     @staticmethod
     def of(backends: Sequence[str]) -> Limits:
-        """The common part of what the backends declare."""
+        """The common part of what the backends declare. ValueError where they have no dtype in common."""
         facts = [BACKENDS[name] for name in backends]
         served = {name for name, feature in _FEATURES.items() if all(feature in fact.features for fact in facts)}
         if not any(fact.positive_scale for fact in facts):
             served.add("negative_scale")
+        dtypes = tuple(name for name, dtype in DTYPES.items() if all(dtype in fact.dtypes for fact in facts))
+        if not dtypes:
+            raise ValueError(f"backends {', '.join(backends)} have no dtype in common: fuzz them one by one")
         return Limits(
-            tuple(name for name, dtype in DTYPES.items() if all(dtype in fact.dtypes for fact in facts)),
+            dtypes,
             frozenset(served),
             all("packed sequences" in fact.features for fact in facts),
             min(fact.max_head_dim or 512 for fact in facts),
@@ -48,7 +49,7 @@ class Limits:
         """The problem without what is not served; itself where all of it is."""
         dtype = problem.dtype
         if dtype not in {DTYPES[name] for name in self.dtypes}:
-            dtype = DTYPES[self.dtypes[0]] if self.dtypes else torch.float32
+            dtype = DTYPES[self.dtypes[0]]
         bias_layout = problem.bias_layout
         options = tuple(name for name in problem.options if name in self.options)
         if options != problem.options and not any("bias" in name or "mask" in name for name in options):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from tileflash.tune.candidates import Target, candidates, words
 
 SUITE = "tuning"
 _VERIFY_LENGTH = 512
+_POLL_S = 0.1
 CHILD = (sys.executable, "-m", "tileflash.tune.child")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: lengths at `tokens` tokens and `width` columns; `jobs` children compile at a time, `timeout_s` is for one of
+    """What is measured: lengths at `tokens` tokens and `width` columns; `jobs` children compile at a time, `timeout_s` is for one configuration of
     them; rounds and milliseconds are those of the timer."""
 
     lengths: tuple[int, ...] = (512, 2048, 8192)
@@ -178,21 +180,37 @@ def _run(
 
 
 def _child(job: dict[str, Any], timeout_s: float) -> tuple[list[dict[str, Any]], str | None]:
-    """(events, None), or what the child died of in place of None."""
+    """(events, None), or what the child died of in place of None. The time limit starts anew with each event: it is for one
+    configuration, not for all that a child has to do."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "events.jsonl")
+        path, errors = Path(folder, "events.jsonl"), Path(folder, "stderr")
         path.touch()
-        started = time.monotonic()
-        try:
-            run = subprocess.run(
-                [*CHILD, str(path), json.dumps(job)], capture_output=True, text=True, timeout=timeout_s, check=False
+        with errors.open("wb") as sink:
+            process = subprocess.Popen(
+                [*CHILD, str(path), json.dumps(job)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=sink
             )
-            words_of_it = run.stderr.strip().splitlines()[-1:] or [""]
-            said = (
-                None
-                if run.returncode == 0
-                else f"its process ended with status {run.returncode}: {words_of_it[0][:200]}"
-            )
-        except subprocess.TimeoutExpired:
-            said = f"not done after {time.monotonic() - started:.0f} s"
+            try:
+                silent = _wait(process, path, timeout_s)
+            finally:
+                process.kill()
+                process.wait()
+        said = None
+        if silent:
+            said = f"not done after {timeout_s:.0f} s"
+        elif process.returncode:
+            last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or [""]
+            said = f"its process ended with status {process.returncode}: {last[0][:200]}"
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()], said
+
+
+def _wait(process: subprocess.Popen[bytes], events: Path, timeout_s: float) -> bool:
+    """Until the process ends; True if it wrote no event for `timeout_s` seconds."""
+    size, since = -1, time.monotonic()
+    while process.poll() is None:
+        if events.stat().st_size != size:
+            size, since = events.stat().st_size, time.monotonic()
+        elif time.monotonic() - since > timeout_s:
+            return True
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_POLL_S)
+    return False
