@@ -29,8 +29,8 @@ CHILD = (sys.executable, "-m", "tileflash.tune.child")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: lengths at `tokens` tokens and `width` columns; `jobs` children compile at a time, `timeout_s` is for one configuration of
-    them; rounds and milliseconds are those of the timer."""
+    """What is measured: lengths at `tokens` tokens and `width` columns; `jobs` children compile at a time, `timeout_s` is for one
+    configuration; rounds and milliseconds are those of the timer."""
 
     lengths: tuple[int, ...] = (512, 2048, 8192)
     tokens: int = 16384
