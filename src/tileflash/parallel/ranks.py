@@ -6,6 +6,7 @@ Small facts (counts, flags, what went wrong) go over gloo between the hosts' mem
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tileflash.parallel.layout import Layout
+from tileflash.parallel.layout import SINGLE, Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-class RankLostError(RuntimeError):
-    """Another rank has ended or does not answer, so this one cannot go on."""
 
 
 def world_size_from_environment() -> int | None:
@@ -40,7 +37,7 @@ def world_size_from_environment() -> int | None:
 class Alone(AbstractContextManager["Alone"]):
     """The only process: everything is done here, and nothing of torch.distributed is touched."""
 
-    rank, local_rank, is_first = 0, None, True
+    layout, rank, local_rank, is_first = SINGLE, 0, None, True
 
     def __exit__(self, *_: object) -> None:
         return None
@@ -116,15 +113,13 @@ class Ranks(AbstractContextManager["Ranks"]):
             return
         # After a failure the others may never come: the group then ends with the process.
         if error is None:
-            dist.barrier(self._host_group)
+            self.any(False)  # rank 0 holds the store that the others need to the end
             dist.destroy_process_group()
 
     @property
-    def _host_group(self) -> ProcessGroup:
-        import torch.distributed as dist
-
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
+    def tensor_crosses_hosts(self) -> bool:
+        """Whether a tensor group has ranks of several hosts, by torchrun's count of each host's ranks."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.ranks)) % self.layout.tensor != 0
 
     def first(self, work: Callable[[], Value]) -> Value | None:
         """Rank 0 does `work` and gets its result, the others None; what goes wrong there is raised by all."""
@@ -178,30 +173,36 @@ class Ranks(AbstractContextManager["Ranks"]):
         dist.all_reduce(total, group=self.data_group)
         return int(total)
 
-    def lost(self, error: BaseException) -> RankLostError | None:
-        """`error` in words if it is a torch.distributed's way to say that another rank is gone; else None."""
+    def loss_of_rank(self, error: BaseException) -> str | None:
+        """What to tell where `error` is torch.distributed's way to say that another rank is gone; else None."""
         text = str(error)
         kinds = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
         named = any(kind.__name__.lstrip("_") in kinds for kind in type(error).__mro__)
         if not (named or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text))):
             return None
-        return RankLostError(
+        return (
             f"rank {self.rank}: another rank has ended or has not answered for {self._timeout_s:g} s, so this one ends "
             f"too. What made it end stands in its own lines; --resume goes on from the last checkpoint. "
             f"({text.splitlines()[0] if text else type(error).__name__})"
         )
 
 
-def join(layout: Layout, device_type: Callable[[], str], timeout_s: float) -> Alone | Ranks:
-    """The processes of this run, by torchrun's environment; ValueError unless `layout` takes that many."""
+def join(layout: Layout, device_of: Callable[[int], torch.device], timeout_s: float) -> Alone | Ranks:
+    """The processes of this run, by torchrun's environment; ValueError unless `layout` takes that many.
+
+    `device_of` gives the device of a host's rank of that number.
+    """
     world_size = world_size_from_environment()
     layout.check_world(world_size)
-    return Alone() if world_size is None else Ranks(layout, device_type(), timeout_s)
+    if world_size is None:
+        return Alone()
+    return Ranks(layout, device_of(int(os.environ["LOCAL_RANK"])).type, timeout_s)
 
 
 def _portable(error: Exception) -> Exception:
     """An error as other ranks can raise it: of its own kind where that is made of a message alone."""
-    kind: type[Exception] = type(error)
-    if isinstance(error, OSError) or kind.__init__ is not Exception.__init__:
-        kind = ValueError if isinstance(error, ValueError | OSError) else RuntimeError
-    return kind(str(error))
+    try:
+        portable: Exception = pickle.loads(pickle.dumps(type(error)(str(error))))
+    except Exception:  # whatever a class of somebody else's does
+        portable = (ValueError if isinstance(error, ValueError | OSError) else RuntimeError)(str(error))
+    return portable

@@ -146,7 +146,7 @@ class TrainConfig:
     val_loss_every: int = _option(
         0, "validation loss every so many steps and after the last; 0: never", "Evaluation", minimum=0
     )
-    val_max_batches: int = _option(20, "batches of one validation", "Evaluation", minimum=1)
+    val_max_batches: int = _option(20, "batches of one validation, of each data rank", "Evaluation", minimum=1)
     sample_every: int = _option(
         0,
         "write a sample of text every so many steps and after the last; 0: never",

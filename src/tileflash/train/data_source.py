@@ -78,7 +78,7 @@ def validation_batches(
     # A short validation file is no reason to fail: it is read in the batches it has.
     samples = (len(files) - 1) // config.sequence_length
     loader = BatchLoader(files, min(config.batch_size, max(samples, 1)), config.sequence_length)
-    for index in range(min(config.val_max_batches, loader.batches_per_epoch)):
+    for index in range(min(config.val_max_batches * config.data_parallel, loader.batches_per_epoch)):
         tokens, targets = loader.batch(index)
         yield tokens.to(device), targets.to(device)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -17,19 +19,26 @@ from tileflash.parallel.layout import Layout
 from tileflash.parallel.ranks import Alone, Ranks, join
 from tileflash.train.checkpoint import read_state
 from tileflash.train.config import TrainConfig
-from tileflash.train.errors import TrainingOutOfMemoryError, is_out_of_memory, out_of_memory_message
+from tileflash.train.errors import RankLostError, TrainingOutOfMemoryError, is_out_of_memory, out_of_memory_message
 from tileflash.train.interrupt import Interrupt
 from tileflash.train.logs import JsonLog, Logs, Silence, TensorBoardLog, Terminal
 from tileflash.train.output import Output
-from tileflash.train.setup import Setup, find_device, prepare_setup
+from tileflash.train.setup import Setup, prepare_setup, rank_device
 from tileflash.train.state import check_same_model, differences, model_facts
 from tileflash.train.trainer import Trainer, TrainResult
+
+_DEFAULTS = {
+    # Settings that are younger than a checkpoint were as they are by default.
+    setting.name: setting.default
+    for setting in dataclasses.fields(TrainConfig)
+    if setting.default is not dataclasses.MISSING
+}
 
 
 def run(config: TrainConfig) -> TrainResult:
     """See `tileflash.train.train`."""
     layout = Layout(config.data_parallel, config.tensor_parallel, config.sequence_parallel, config.zero_stage)
-    ranks = join(layout, lambda: find_device(config.device).type, config.rank_timeout)
+    ranks = join(layout, functools.partial(rank_device, config.device), config.rank_timeout)
     terminal = (Terminal if ranks.is_first else Silence)(config.num_iteration, layout.label)
     with ExitStack() as stack:
         stack.enter_context(_deterministic(config.deterministic))
@@ -40,7 +49,7 @@ def run(config: TrainConfig) -> TrainResult:
         checkpoint: Path | None = ranks.share(output.checkpoint)
         logs = stack.enter_context(_logs(config, setup, output, terminal, ranks))
         interrupt = stack.enter_context(Interrupt(terminal, saves=output.path is not None))
-        _introduce(config, setup, logs, layout)
+        _introduce(config, setup, logs, ranks)
         try:
             trainer = _trainer(config, setup, logs, output.path, checkpoint, ranks)
             terminal.start(trainer.step)
@@ -98,7 +107,7 @@ def _check_checkpoint(checkpoint: Path, config: TrainConfig, setup: Setup, termi
     places = ("output", "resume", "load", "log_json")
     before, now = (
         {name: value for name, value in settings.items() if name not in places}
-        for settings in (state["config"], config.as_dict())
+        for settings in ({**_DEFAULTS, **state["config"]}, config.as_dict())
     )
     changed = differences(before, now)
     if changed:
@@ -112,8 +121,8 @@ def _ending(error: BaseException, config: TrainConfig, setup: Setup, ranks: Alon
         return "interrupted", KeyboardInterrupt("ended at once, nothing saved since the last checkpoint")
     if is_out_of_memory(error):
         return "out_of_memory", TrainingOutOfMemoryError(out_of_memory_message(error, config, setup.device))
-    lost = ranks.lost(error) if isinstance(ranks, Ranks) else None
-    return "failed", lost or error
+    lost = ranks.loss_of_rank(error) if isinstance(ranks, Ranks) else None
+    return "failed", error if lost is None else RankLostError(lost)
 
 
 def _facts(config: TrainConfig, setup: Setup) -> dict[str, Any]:
@@ -130,18 +139,21 @@ def _facts(config: TrainConfig, setup: Setup) -> dict[str, Any]:
     }
 
 
-def _introduce(config: TrainConfig, setup: Setup, logs: Logs, layout: Layout) -> None:
+def _introduce(config: TrainConfig, setup: Setup, logs: Logs, ranks: Alone | Ranks) -> None:
     dtype = str(setup.dtype).removeprefix("torch.")
     where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "CPU"
     logs.say(f"model: {config.model}, {parameter_count(setup.model):,} parameters, {dtype} on {where}")
     logs.say(f"attention: {setup.attention_name}")
-    ranks = f"{layout.data} x " if layout.data > 1 else ""
+    layout = ranks.layout
+    times_data = f"{layout.data} x " if layout.data > 1 else ""
     logs.say(
         f"data: {setup.training.name}, {len(setup.training):,} tokens; a step takes {config.step_tokens:,} "
-        f"({ranks}{config.micro_batches} x {config.batch_size} x {config.sequence_length})"
+        f"({times_data}{config.micro_batches} x {config.batch_size} x {config.sequence_length})"
     )
-    if layout.ranks > 1:
+    if isinstance(ranks, Ranks):
         logs.say(f"ranks: {layout.ranks} ({layout.label})")
+        if ranks.tensor_crosses_hosts:
+            logs.say("warning: tensor ranks of one group are on several hosts: every layer waits for the network")
     for note in setup.notes:
         logs.say(f"note: {note}")
 
