@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import config, last_tensors, run_ranks, steps
 
+from support.ranks import config, last_tensors, run_ranks, steps
 from tileflash.train import TrainConfig, train
 
 pytestmark = pytest.mark.xdist_group("ranks")
