@@ -12,6 +12,7 @@ import torch
 
 from tileflash.models import build_model, model_config, unfused_attention
 from tileflash.models.operators import PLAIN
+from tileflash.parallel.layout import Layout
 from tileflash.train import TrainConfig, train
 from tileflash.train import setup as run_setup
 from tileflash.train.fused import FUSED, fused_loss, fused_operators
@@ -103,3 +104,8 @@ def test_off_is_the_default(tiny: Make) -> None:
     plain, fused = (run_setup.prepare_setup(tiny(fused_operators=on)) for on in (False, True))
     assert (plain.operators, plain.loss_function) == (PLAIN, plain_loss)
     assert (fused.operators, fused.loss_function) == (FUSED, fused_loss)
+
+
+def test_several_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="fused_operators is set and there are 2 ranks"):
+        run_setup.prepare_setup(tiny(fused_operators=True, device="cpu"), Layout(data=2))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -17,7 +19,7 @@ INTERRUPTED, OUT_OF_MEMORY, FAILED = 130, 3, 1  # exit statuses; 2 is bad input
 # Named here, not read from tileflash.models, which would load PyTorch for `--help`; a test compares them.
 _PRESETS = "gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama3-tiny, llama3-1b, llama3-3b, llama3-8b"
 
-_HELP = """Train GPT-2 or LLaMA-3 on one device, from a preset or from a TOML file whose keys are the flags' names.
+_HELP = """Train GPT-2 or LLaMA-3 on one device, or by torchrun on several, from a preset or from a TOML file (its keys: the flags).
 
 Examples:
 
@@ -30,6 +32,8 @@ Examples:
   tileflash train llama3-1b --flash --input-bin 'data/train_*.bin' --input-val-bin data/val.bin --val-loss-every 100
   tileflash train my-run.toml --learning-rate 3e-4
       flags win over the file
+  torchrun --nproc-per-node 8 -m tileflash train llama3-8b --flash --data-parallel 4 --zero-stage 3 --tensor-parallel 2
+      8 GPUs; data ranks x tensor ranks = all ranks
 
 Exit status: 0 finished, 130 interrupted (Ctrl-C; saved), 3 out of memory, 2 bad input, 1 anything else.
 """
@@ -39,7 +43,7 @@ def train(context: typer.Context, model: str, **flags: Any) -> None:
     """Settings come from the file, if MODEL is one, then from the flags that were typed."""
     with friendly_errors():
         config = _config(context, model, flags)
-        raise typer.Exit(_run(config))
+        _end(_run(config))
 
 
 def _config(context: typer.Context, model: str, flags: dict[str, Any]) -> TrainConfig:
@@ -56,7 +60,13 @@ def _config(context: typer.Context, model: str, flags: dict[str, Any]) -> TrainC
 
 def _run(config: TrainConfig) -> int:
     """Train; return the exit status."""
-    from tileflash.train import CheckpointError, GraphCaptureError, TrainingOutOfMemoryError, TrainingStoppedError
+    from tileflash.train import (
+        CheckpointError,
+        GraphCaptureError,
+        RankLostError,
+        TrainingOutOfMemoryError,
+        TrainingStoppedError,
+    )
     from tileflash.train import train as run_training
 
     try:
@@ -64,13 +74,25 @@ def _run(config: TrainConfig) -> int:
     except TrainingOutOfMemoryError as error:
         typer.echo(f"error: {error}", err=True)
         return OUT_OF_MEMORY
-    except (CheckpointError, GraphCaptureError, TrainingStoppedError) as error:
+    except (CheckpointError, GraphCaptureError, RankLostError, TrainingStoppedError) as error:
         typer.echo(f"error: {error}", err=True)
         return FAILED
     except KeyboardInterrupt as error:
         typer.echo(str(error) or "interrupted", err=True)
         return INTERRUPTED
     return INTERRUPTED if result.status == "interrupted" else 0
+
+
+def _end(status: int) -> None:
+    """End with `status`: a rank of several at once, for the threads of its process group outlive the interpreter's own
+    end and may then abort it (seen with PyTorch 2.13 and gloo), or keep it waiting for a rank that is gone."""
+    from tileflash.parallel.ranks import world_size_from_environment
+
+    if world_size_from_environment() is None:
+        raise typer.Exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _signature() -> inspect.Signature:

@@ -80,12 +80,12 @@ class TrainConfig:
     )
     shuffle: bool = _option(False, "shuffle the samples anew in each epoch; else they come in file order", "Data")
 
-    batch_size: int = _option(4, "samples in one forward pass", "Batch", minimum=1)
+    batch_size: int = _option(4, "samples in one forward pass of one rank", "Batch", minimum=1)
     sequence_length: int = _option(64, "tokens in a sample", "Batch", minimum=1)
     total_batch_size: int | None = _option(
         None,
-        "tokens in a step, a multiple of batch size x sequence length: gradients are accumulated up to it; "
-        "default: one batch",
+        "tokens in a step of all ranks, a multiple of batch size x sequence length x data ranks: gradients are "
+        "accumulated up to it; default: one batch of each",
         "Batch",
         minimum=1,
     )
@@ -111,6 +111,28 @@ class TrainConfig:
         10, "stop after this many skipped steps in a row (NaN or Inf always skips)", "Guard", minimum=1
     )
 
+    data_parallel: int = _option(
+        1, "ranks that share the samples of a step; with torchrun, see docs/parallel.md", "Parallel", minimum=1
+    )
+    zero_stage: int = _option(
+        0,
+        "what data ranks hold one part each of, not a copy each: 1 the optimizer's moments and the weights between "
+        "steps, 2 also the gradients between micro-batches, 3 also the weights between layers",
+        "Parallel",
+        minimum=0,
+        maximum=3,
+    )
+    tensor_parallel: int = _option(1, "ranks that share each layer: heads, columns, vocabulary", "Parallel", minimum=1)
+    sequence_parallel: bool = _option(
+        False, "tensor ranks also share what lies between the products, along the sequence", "Parallel"
+    )
+    rank_timeout: float = _option(
+        600.0,
+        "seconds after which a rank that others wait for counts as lost; more than saving takes",
+        "Parallel",
+        minimum=1,
+    )
+
     device: str = _option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:N", "Device")
     dtype: str = _option(
         "auto",
@@ -131,7 +153,7 @@ class TrainConfig:
     val_loss_every: int = _option(
         0, "validation loss every so many steps and after the last; 0: never", "Evaluation", minimum=0
     )
-    val_max_batches: int = _option(20, "batches of one validation", "Evaluation", minimum=1)
+    val_max_batches: int = _option(20, "batches of one validation, of each data rank", "Evaluation", minimum=1)
     sample_every: int = _option(
         0,
         "write a sample of text every so many steps and after the last; 0: never",
@@ -164,6 +186,7 @@ class TrainConfig:
             _check_range(setting, getattr(self, setting.name))
         self._check_batch()
         self._check_output()
+        self._check_parallel()
         if self.attention_backend != "auto" and not self.flash:
             raise ValueError(
                 f'attention_backend is "{self.attention_backend}" and flash is off: the baseline has no backends; add --flash'
@@ -172,13 +195,28 @@ class TrainConfig:
             raise ValueError("tokenizer is llama3 and tokenizer_path is not set: it must name the tokenizer.model file")
 
     def _check_batch(self) -> None:
-        batch_tokens = self.batch_size * self.sequence_length
+        batch_tokens = self._pass_tokens
         if self.step_tokens % batch_tokens:
+            factors, ranks = f"{self.batch_size} * {self.sequence_length}", ""
+            if self.data_parallel > 1:
+                factors, ranks = f"{factors} * {self.data_parallel}", " * data_parallel"
             raise ValueError(
-                f"total_batch_size is {self.step_tokens} tokens: it must be a multiple of batch_size * sequence_length "
-                f"= {self.batch_size} * {self.sequence_length} = {batch_tokens} (for example "
+                f"total_batch_size is {self.step_tokens} tokens: it must be a multiple of batch_size * sequence_length"
+                f"{ranks} = {factors} = {batch_tokens} (for example "
                 f"{math.ceil(self.step_tokens / batch_tokens) * batch_tokens})"
             )
+
+    def _check_parallel(self) -> None:
+        if self.zero_stage and self.data_parallel == 1:
+            raise ValueError(
+                f"zero_stage is {self.zero_stage} and data_parallel is 1: there are no data ranks to share anything"
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "sequence_parallel is set and tensor_parallel is 1: there are no ranks to share a sequence"
+            )
+        if self.cuda_graph and self.data_parallel * self.tensor_parallel > 1:
+            raise ValueError("cuda_graph is set: steps of several ranks are not captured; it must be off")
 
     def _check_output(self) -> None:
         if self.resume and self.load is not None:
@@ -193,17 +231,22 @@ class TrainConfig:
     @property
     def step_tokens(self) -> int:
         """Tokens in one optimizer step."""
-        return self.batch_size * self.sequence_length if self.total_batch_size is None else self.total_batch_size
+        return self._pass_tokens if self.total_batch_size is None else self.total_batch_size
+
+    @property
+    def _pass_tokens(self) -> int:
+        """Tokens in one forward pass of all ranks."""
+        return self.batch_size * self.sequence_length * self.data_parallel
 
     @property
     def micro_batches(self) -> int:
-        """Forward and backward passes in one optimizer step."""
-        return self.step_tokens // (self.batch_size * self.sequence_length)
+        """Forward and backward passes of each rank in one optimizer step."""
+        return self.step_tokens // self._pass_tokens
 
     @property
     def step_samples(self) -> int:
-        """Samples in one optimizer step."""
-        return self.batch_size * self.micro_batches
+        """Samples in one optimizer step of all ranks."""
+        return self.step_tokens // self.sequence_length
 
     def as_dict(self) -> dict[str, Any]:
         """All settings, for the log and the checkpoint; `total_batch_size` is the number in force."""

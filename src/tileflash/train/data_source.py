@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,10 @@ from tileflash.train.step import IGNORED_TARGET
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's data on the device: `tokens`, `targets` int64 [M, B, S], and how many targets are not -100."""
+    """One step's data on the device: `tokens`, `targets` int64 [M, B, S], and how many targets are not -100.
+
+    Where several data ranks share a step, tokens and targets are this rank's, `valid_tokens` are of all of them.
+    """
 
     tokens: torch.Tensor
     targets: torch.Tensor
@@ -24,9 +27,23 @@ class StepBatch:
 
 
 class DataSource:
-    """The steps' data as a pure function of the position, from `first_sample` on in strides of `step_samples`."""
+    """The steps' data as a pure function of the position, from `first_sample` on in strides of `step_samples`.
 
-    def __init__(self, files: TokenFiles, config: TrainConfig, device: torch.device, first_sample: int = 0) -> None:
+    In each micro-batch the data ranks take `batch_size` samples one after the other, so that all of them together see
+    the samples that one rank would, in its order. `data_rank` is which of them this is; `data_sum` adds a number up
+    over them.
+    """
+
+    def __init__(
+        self,
+        files: TokenFiles,
+        config: TrainConfig,
+        device: torch.device,
+        first_sample: int = 0,
+        *,
+        data_rank: int = 0,
+        data_sum: Callable[[int], int] = lambda number: number,
+    ) -> None:
         # Batches are numbered from sample 0. After a change of batch size the position may lie inside one: read in
         # pieces that divide both, so that no sample is left out or seen twice.
         piece = math.gcd(first_sample, config.batch_size)
@@ -34,16 +51,21 @@ class DataSource:
             files, piece, config.sequence_length, shuffle_seed=config.seed if config.shuffle else None
         )
         self._shape = (config.micro_batches, config.batch_size, config.sequence_length)
-        self._step_samples = config.step_samples
+        self._data_rank, self._data_ranks, self._data_sum = data_rank, config.data_parallel, data_sum
         self._device = device
         self.samples_per_epoch = self._loader.samples_per_epoch
 
     def at(self, sample: int) -> StepBatch:
         """The data of the step that begins at `sample`. The copy to a GPU runs beside whatever the GPU is doing."""
-        piece = self._loader.batch_size
-        pieces = [self._loader.batch(index) for index in range(sample // piece, (sample + self._step_samples) // piece)]
+        piece, (micro_batches, batch_size, _) = self._loader.batch_size, self._shape
+        starts = [
+            sample + (micro_batch * self._data_ranks + self._data_rank) * batch_size
+            for micro_batch in range(micro_batches)
+        ]
+        indices = [index for start in starts for index in range(start // piece, (start + batch_size) // piece)]
+        pieces = [self._loader.batch(index) for index in indices]
         tokens, targets = (torch.cat(parts).view(self._shape) for parts in zip(*pieces, strict=True))
-        valid_tokens = int((targets != IGNORED_TARGET).sum())  # on the CPU: no wait for the GPU
+        valid_tokens = self._data_sum(int((targets != IGNORED_TARGET).sum()))  # on the CPU: no wait for the GPU
         if self._device.type == "cuda":
             tokens, targets = (part.pin_memory().to(self._device, non_blocking=True) for part in (tokens, targets))
         return StepBatch(tokens, targets, valid_tokens)
@@ -56,7 +78,7 @@ def validation_batches(
     # A short validation file is no reason to fail: it is read in the batches it has.
     samples = (len(files) - 1) // config.sequence_length
     loader = BatchLoader(files, min(config.batch_size, max(samples, 1)), config.sequence_length)
-    for index in range(min(config.val_max_batches, loader.batches_per_epoch)):
+    for index in range(min(config.val_max_batches * config.data_parallel, loader.batches_per_epoch)):
         tokens, targets = loader.batch(index)
         yield tokens.to(device), targets.to(device)
 

@@ -27,6 +27,10 @@ class GraphCaptureError(RuntimeError):
     """The step could not be captured in a CUDA graph, for a reason other than memory; eager steps may well be possible."""
 
 
+class RankLostError(RuntimeError):
+    """Another rank has ended or does not answer, so this one cannot go on."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that memory ran out, on a GPU or on the CPU (for which PyTorch has no class of its own)."""
     import torch

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tileflash.files import written_aside
+from tileflash.parallel.layout import SINGLE
 from tileflash.train.metrics import StepMetrics
 
 _REDRAW_S = 0.1
@@ -21,7 +22,8 @@ _REDRAW_S = 0.1
 class Terminal:
     """Lines on stdout; on a terminal with a progress bar below them, elsewhere (a file, a pipe) just the lines."""
 
-    def __init__(self, last_step: int) -> None:
+    def __init__(self, last_step: int, layout: str = SINGLE.label) -> None:
+        self._layout = layout
         self._progress: Any = None
         self._task: Any = None
         self._last_step = last_step
@@ -48,7 +50,7 @@ class Terminal:
 
     def step(self, metrics: StepMetrics) -> None:
         """The step's line, and the bar moved on."""
-        self.say(metrics.line(self._last_step))
+        self.say(metrics.line(self._last_step, self._layout))
         if metrics.skip_reason is not None:
             self.say(
                 f"step {metrics.step} skipped: {metrics.skip_reason}; weights untouched "
@@ -65,6 +67,16 @@ class Terminal:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+class Silence(Terminal):
+    """What another rank than the first says: nothing, for the first says it."""
+
+    def start(self, step: int) -> None:
+        """No bar."""
+
+    def say(self, text: str) -> None:
+        """No line."""
 
 
 class JsonLog:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tileflash.parallel.layout import SINGLE
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -30,12 +32,12 @@ class StepMetrics:
     skipped: int
     skip_reason: str | None = None
 
-    def line(self, last_step: int) -> str:
-        """The log line in InfiniTrain's form; MB are of 2^20 bytes; DP, TP, SP, PP are the sizes of the ranks' mesh."""
+    def line(self, last_step: int, layout: str = SINGLE.label) -> str:
+        """The log line in InfiniTrain's form; MB are of 2^20 bytes; `layout` says how ranks share the work."""
         return (
             f"step {self.step}/{last_step} | train loss {self.train_loss:.6f} | lr {self.learning_rate:.2e} | "
             f"({self.step_ms:.2f} ms | {self.tokens_per_s:.0f} tok/s | peak used: {self.peak_used_bytes >> 20} MB | "
-            f"peak reserved: {self.peak_reserved_bytes >> 20} MB, DP=1, TP=1, SP=1, PP=1)"
+            f"peak reserved: {self.peak_reserved_bytes >> 20} MB, {layout})"
         )
 
     def event(self) -> dict[str, Any]:

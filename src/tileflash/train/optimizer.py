@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 
 def build_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over `model`'s parameters (fp32), weights shared between layers once.
+    """`optimizer_of` the `model`'s parameters (fp32), weights shared between layers once."""
+    return optimizer_of(
+        (parameter for parameter in model.parameters() if parameter.requires_grad), learning_rate, weight_decay
+    )
+
+
+def optimizer_of(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over `parameters`.
 
     Weights with 2 or more dimensions decay; biases and the gains of normalisations, which have 1, do not.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -13,43 +15,48 @@ import torch
 
 from tileflash.environment import environment
 from tileflash.models import parameter_count
+from tileflash.parallel.layout import Layout
+from tileflash.parallel.ranks import Alone, Ranks, join
 from tileflash.train.checkpoint import read_state
 from tileflash.train.config import TrainConfig
-from tileflash.train.errors import TrainingOutOfMemoryError, is_out_of_memory, out_of_memory_message
+from tileflash.train.errors import RankLostError, TrainingOutOfMemoryError, is_out_of_memory, out_of_memory_message
 from tileflash.train.interrupt import Interrupt
-from tileflash.train.logs import JsonLog, Logs, TensorBoardLog, Terminal
+from tileflash.train.logs import JsonLog, Logs, Silence, TensorBoardLog, Terminal
 from tileflash.train.output import Output
-from tileflash.train.setup import Setup, prepare_setup
+from tileflash.train.setup import Setup, prepare_setup, rank_device
 from tileflash.train.state import check_same_model, differences, model_facts
 from tileflash.train.trainer import Trainer, TrainResult
+
+_DEFAULTS = {
+    # Settings that are younger than a checkpoint were as they are by default.
+    setting.name: setting.default
+    for setting in dataclasses.fields(TrainConfig)
+    if setting.default is not dataclasses.MISSING
+}
 
 
 def run(config: TrainConfig) -> TrainResult:
     """See `tileflash.train.train`."""
-    terminal = Terminal(config.num_iteration)
+    layout = Layout(config.data_parallel, config.tensor_parallel, config.sequence_parallel, config.zero_stage)
+    ranks = join(layout, functools.partial(rank_device, config.device), config.rank_timeout)
+    terminal = (Terminal if ranks.is_first else Silence)(config.num_iteration, layout.label)
     with ExitStack() as stack:
         stack.enter_context(_deterministic(config.deterministic))
-        output = stack.enter_context(Output(config, terminal.say))
-        setup = prepare_setup(config)
-        resumed_step = (
-            None if output.checkpoint is None else _check_checkpoint(output.checkpoint, config, setup, terminal)
-        )
-        logs = Logs(
-            terminal,
-            JsonLog(output.log_path, say=terminal.say, resumed_step=resumed_step),
-            TensorBoardLog(output.tensorboard_path, say=terminal.say, resumed_step=resumed_step),
-        )
-        stack.callback(logs.close)
+        stack.enter_context(ranks)
+        output = Output(config, terminal.say)
+        ranks.first(lambda: stack.enter_context(output))
+        setup = ranks.in_turn(lambda: prepare_setup(config, layout, ranks.local_rank))
+        checkpoint: Path | None = ranks.share(output.checkpoint)
+        logs = stack.enter_context(_logs(config, setup, output, terminal, ranks))
         interrupt = stack.enter_context(Interrupt(terminal, saves=output.path is not None))
-        logs.start({**_facts(config, setup), "resumed_step": resumed_step})
-        _introduce(config, setup, logs)
+        _introduce(config, setup, logs, ranks)
         try:
-            trainer = Trainer(config, setup, logs, output.path, output.checkpoint)
+            trainer = _trainer(config, setup, logs, output.path, checkpoint, ranks)
             terminal.start(trainer.step)
             with _settled_objects():
                 result = trainer.run(interrupt)
         except BaseException as error:
-            status, told = _ending(error, config, setup)
+            status, told = _ending(error, config, setup, ranks)
             logs.end(status, str(told) or type(told).__name__)
             if told is error:
                 raise
@@ -59,6 +66,40 @@ def run(config: TrainConfig) -> TrainResult:
         return result
 
 
+@contextmanager
+def _logs(
+    config: TrainConfig, setup: Setup, output: Output, terminal: Terminal, ranks: Alone | Ranks
+) -> Iterator[Logs]:
+    """The run's logs, begun; those of other ranks than the first write nothing."""
+
+    def begin() -> Logs:
+        at = output.checkpoint
+        resumed_step = None if at is None else _check_checkpoint(at, config, setup, terminal)
+        begun = Logs(
+            terminal,
+            JsonLog(output.log_path, say=terminal.say, resumed_step=resumed_step),
+            TensorBoardLog(output.tensorboard_path, say=terminal.say, resumed_step=resumed_step),
+        )
+        begun.start({**_facts(config, setup), "resumed_step": resumed_step})
+        return begun
+
+    logs = ranks.first(begin) or Logs(terminal, JsonLog(None), TensorBoardLog(None, say=terminal.say))
+    try:
+        yield logs
+    finally:
+        logs.close()
+
+
+def _trainer(
+    config: TrainConfig, setup: Setup, logs: Logs, output: Path | None, checkpoint: Path | None, ranks: Alone | Ranks
+) -> Trainer:
+    if isinstance(ranks, Alone):
+        return Trainer(config, setup, logs, output, checkpoint)
+    from tileflash.train.parallel_trainer import ParallelTrainer  # with it come FSDP2 and DTensor, a second of imports
+
+    return ParallelTrainer(config, setup, logs, output, checkpoint, ranks)
+
+
 def _check_checkpoint(checkpoint: Path, config: TrainConfig, setup: Setup, terminal: Terminal) -> int:
     """The step of the checkpoint to go on from; ValueError if it is of another model. Changed settings are told."""
     state = read_state(checkpoint)
@@ -66,7 +107,7 @@ def _check_checkpoint(checkpoint: Path, config: TrainConfig, setup: Setup, termi
     places = ("output", "resume", "load", "log_json")
     before, now = (
         {name: value for name, value in settings.items() if name not in places}
-        for settings in (state["config"], config.as_dict())
+        for settings in ({**_DEFAULTS, **state["config"]}, config.as_dict())
     )
     changed = differences(before, now)
     if changed:
@@ -74,13 +115,14 @@ def _check_checkpoint(checkpoint: Path, config: TrainConfig, setup: Setup, termi
     return int(state["step"])
 
 
-def _ending(error: BaseException, config: TrainConfig, setup: Setup) -> tuple[str, BaseException]:
+def _ending(error: BaseException, config: TrainConfig, setup: Setup, ranks: Alone | Ranks) -> tuple[str, BaseException]:
     """The status of a run that `error` ended, and the error to raise."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", KeyboardInterrupt("ended at once, nothing saved since the last checkpoint")
     if is_out_of_memory(error):
         return "out_of_memory", TrainingOutOfMemoryError(out_of_memory_message(error, config, setup.device))
-    return "failed", error
+    lost = ranks.loss_of_rank(error) if isinstance(ranks, Ranks) else None
+    return "failed", error if lost is None else RankLostError(lost)
 
 
 def _facts(config: TrainConfig, setup: Setup) -> dict[str, Any]:
@@ -97,17 +139,23 @@ def _facts(config: TrainConfig, setup: Setup) -> dict[str, Any]:
     }
 
 
-def _introduce(config: TrainConfig, setup: Setup, logs: Logs) -> None:
+def _introduce(config: TrainConfig, setup: Setup, logs: Logs, ranks: Alone | Ranks) -> None:
     dtype = str(setup.dtype).removeprefix("torch.")
     where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "CPU"
     logs.say(f"model: {config.model}, {parameter_count(setup.model):,} parameters, {dtype} on {where}")
     logs.say(f"attention: {setup.attention_name}")
     if config.fused_operators:
         logs.say("operators: fused, and logits never whole (docs/operators.md)")
+    layout = ranks.layout
+    times_data = f"{layout.data} x " if layout.data > 1 else ""
     logs.say(
         f"data: {setup.training.name}, {len(setup.training):,} tokens; a step takes {config.step_tokens:,} "
-        f"({config.micro_batches} x {config.batch_size} x {config.sequence_length})"
+        f"({times_data}{config.micro_batches} x {config.batch_size} x {config.sequence_length})"
     )
+    if isinstance(ranks, Ranks):
+        logs.say(f"ranks: {layout.ranks} ({layout.label})")
+        if ranks.tensor_crosses_hosts:
+            logs.say("warning: tensor ranks of one group are on several hosts: every layer waits for the network")
     for note in setup.notes:
         logs.say(f"note: {note}")
 

@@ -13,6 +13,7 @@ import torch
 from tileflash.data import TokenFiles, Tokenizer, get_tokenizer, read_dataset
 from tileflash.models import AttentionFunction, LayerOperators, ModelConfig, model_config, unfused_attention
 from tileflash.models.operators import PLAIN
+from tileflash.parallel.layout import SINGLE, Layout
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import open_data
 from tileflash.train.fused import FUSED, fused_loss
@@ -40,16 +41,24 @@ class Setup:
     notes: tuple[str, ...]
 
 
-def prepare_setup(config: TrainConfig) -> Setup:
-    """Resolve and check everything that `config` leaves open. ValueError names what does not fit."""
-    device = find_device(config.device)
-    cuda_graph = cuda_graph_in_force(config.cuda_graph, device)
+def prepare_setup(config: TrainConfig, layout: Layout = SINGLE, local_rank: int | None = None) -> Setup:
+    """Resolve and check everything that `config` leaves open. ValueError names what does not fit.
+
+    `local_rank`: which of its host's ranks this is, None: the only one of the run.
+    """
+    device = find_device(config.device) if local_rank is None else rank_device(config.device, local_rank)
+    cuda_graph = local_rank is None and cuda_graph_in_force(config.cuda_graph, device)
     device = _use(device)
     dtype = _dtype(config.dtype, device)
     model, notes = _model(config)
+    layout.check_model(model, config.sequence_length)
+    if config.fused_operators and layout.ranks > 1:
+        raise ValueError(
+            f"fused_operators is set and there are {layout.ranks} ranks: fused operators are for one rank as yet"
+        )
     tokenizer = _tokenizer(config, model.vocab_size)
     training, validation = open_data(config, tokenizer, model.vocab_size)
-    attention, attention_name = _attention(config, model, device, dtype)
+    attention, attention_name = _attention(config, model, device, dtype, layout.tensor)
     return Setup(
         device, dtype, cuda_graph, model, attention, attention_name, *_operators(config),
         tokenizer, training, validation, tuple(notes),
@@ -96,6 +105,16 @@ def find_gpu_device(name: str) -> str:
     if device.type != "cuda":
         raise ValueError(f'device is "{name}": this needs a GPU; it must be auto, cuda or cuda:N')
     return str(device)
+
+
+def rank_device(name: str, local_rank: int) -> torch.device:
+    """The device of a host's rank `local_rank`: the CPU, or the GPU of that number. ValueError where there is none."""
+    device = find_device(name)
+    if device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise ValueError(f'device is "{name}": with several ranks each takes the GPU of its number; it must be cuda')
+    return find_device(f"cuda:{local_rank}")
 
 
 def _use(device: torch.device) -> torch.device:
@@ -194,7 +213,7 @@ def _tokenizer(config: TrainConfig, vocab_size: int) -> Tokenizer | None:
 
 
 def _attention(
-    config: TrainConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+    config: TrainConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, tensor_ranks: int
 ) -> tuple[AttentionFunction, str]:
     if not config.flash:
         return unfused_attention, "unfused chain of small operators (the baseline; --flash for fused kernels)"
@@ -206,7 +225,7 @@ def _attention(
         one_head = torch.empty(model.head_dim, device=device, dtype=dtype, requires_grad=True)
         return one_head.expand(config.batch_size, config.sequence_length, heads, model.head_dim)
 
-    q, k, v = example(model.n_head), example(model.n_kv_head), example(model.n_kv_head)
+    q, k, v = (example(heads // tensor_ranks) for heads in (model.n_head, model.n_kv_head, model.n_kv_head))
     explanation = tileflash.explain(q, k, v, causal=True, backend=backend)
     if explanation.choice is None:  # told before anything is built
         raise ValueError(f'attention_backend is "{backend}": {explanation}')

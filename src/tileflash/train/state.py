@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def model_facts(model_config: Any) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def gather_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, 
         if not moments:
             # Where and how the fused optimizer keeps its step count: on the device, in fp32.
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS})
-        tensors |= {f"optimizer.{name}.{key}": moments[key] for key in ("step", *_MOMENTS)}
+            moments.update({moment: torch.zeros_like(parameter) for moment in MOMENTS})
+        tensors |= {f"optimizer.{name}.{key}": moments[key] for key in ("step", *MOMENTS)}
     persistent = model.state_dict(keep_vars=True)
     tensors |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
     return tensors

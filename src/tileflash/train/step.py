@@ -115,6 +115,28 @@ def finish_step(
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients, foreach=True)
+    return apply_gradients(
+        parameters,
+        optimizer,
+        loss,
+        norm,
+        gradient_clip=gradient_clip,
+        limits=limits,
+        keep_gradients=keep_gradients,
+    )
+
+
+def apply_gradients(
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.AdamW,
+    loss: torch.Tensor,
+    norm: torch.Tensor,
+    *,
+    gradient_clip: float,
+    limits: Limits,
+    keep_gradients: bool = False,
+) -> torch.Tensor:
+    """`finish_step` from the gradients' `norm` on; `parameters`: those that have a gradient."""
     if gradient_clip > 0:
         nn.utils.clip_grads_with_norm_(parameters, gradient_clip, norm, foreach=True)
     # Every comparison with NaN is false, and Inf is above any finite limit: one expression covers all causes.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from tileflash.models import build_model
+from tileflash.models import Model, build_model
 from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpoint
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch
@@ -66,25 +67,41 @@ class Trainer:
         )
         # Nothing here draws from the global generators; whatever the model may contain is then reproducible too.
         torch.manual_seed(config.seed)
-        self.model = build_model(
-            setup.model, setup.attention, setup.device, seed=config.seed, operators=setup.operators
-        )
-        if config.init_from is not None and checkpoint is None:
-            from tileflash.weights import load_into
-
-            load_into(self.model, config.init_from)
-        self.optimizer = build_optimizer(self.model, config.learning_rate, config.weight_decay)
+        self.model: nn.Module
+        self.optimizer: torch.optim.AdamW
+        self._build(from_start=checkpoint is None)
         if checkpoint is not None:
             self._restore(checkpoint)
-        self.data = DataSource(setup.training, config, setup.device, self.sample)
+        self.data = self._open_data()
         self.captures = setup.cuda_graph
         self.captured: CapturedStep | None = None  # where it captures, from the first step on
+
+    def _build(self, *, from_start: bool) -> None:
+        """Make model and optimizer."""
+        self.model = self._whole_model(from_start=from_start)
+        self.optimizer = build_optimizer(self.model, self.config.learning_rate, self.config.weight_decay)
+
+    def _whole_model(self, *, from_start: bool) -> Model:
+        """The model with the weights that a run starts with; if not `from_start`, with some that are replaced."""
+        setup, config = self.setup, self.config
+        model = build_model(setup.model, setup.attention, setup.device, seed=config.seed, operators=setup.operators)
+        if config.init_from is not None and from_start:
+            from tileflash.weights import load_into
+
+            load_into(model, config.init_from)
+        return model
+
+    def _open_data(self) -> DataSource:
+        return DataSource(self.setup.training, self.config, self.setup.device, self.sample)
+
+    def _interrupted(self, interrupt: Interrupt) -> bool:
+        return interrupt.requested
 
     def run(self, interrupt: Interrupt) -> TrainResult:
         """Train to the last step, or to the first signal."""
         last_step, start = self.config.num_iteration, self.step
         batch = None
-        while self.step < last_step and not interrupt.requested:
+        while self.step < last_step and not self._interrupted(interrupt):
             batch = self._step(batch)
             last = self.step == last_step
             if self._due(self.config.val_loss_every, last):
@@ -201,9 +218,9 @@ class Trainer:
         """Write a checkpoint. Where the disk does not take it, an earlier save is told and tried again at the next."""
         if self.output is None:
             return
-        if not weights_are_finite(self.model):
+        if not self._weights_are_finite():
             raise TrainingStoppedError(f"stopped at step {self.step}: weights are NaN or Inf; they were not saved")
-        tensors = gather_tensors(self.model, self.optimizer) | random_states(self.setup.device)
+        tensors = self._gather_tensors() | random_states(self.setup.device)
         state: dict[str, Any] = {
             "sample": self.sample,
             "device": self.setup.device.type,
@@ -212,7 +229,7 @@ class Trainer:
             "model": model_facts(self.setup.model),
         }
         try:
-            self.saved = save_checkpoint(self.output, self.step, tensors, state, self.config.keep)
+            self.saved = self._write_checkpoint(self.output, tensors, state)
         except CheckpointError as error:
             if final:
                 raise
@@ -222,6 +239,16 @@ class Trainer:
         self.logs.flush()
         self.logs.say(f"saved {self.saved}")
 
+    def _weights_are_finite(self) -> bool:
+        return weights_are_finite(self.model)
+
+    def _gather_tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and moments, whole."""
+        return gather_tensors(self.model, self.optimizer)
+
+    def _write_checkpoint(self, output: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
+        return save_checkpoint(output, self.step, tensors, state, self.config.keep)
+
     def _restore(self, checkpoint: Path) -> None:
         device = self.setup.device
         tensors = gather_tensors(self.model, self.optimizer)
@@ -230,6 +257,10 @@ class Trainer:
         state = load_checkpoint(checkpoint, tensors | random)
         if random:  # the states of a GPU's generator mean nothing to a CPU's
             apply_random_states(random, device)
+        self._go_on(checkpoint, state)
+
+    def _go_on(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Take up what a checkpoint holds beside tensors."""
         self.guard.load_state_dict(state["guard"])
         self.step, self.sample = state["step"], resume_sample(state, self.config.sequence_length)
         self.saved = checkpoint

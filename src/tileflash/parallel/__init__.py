@@ -1,0 +1,1 @@
+"""Many ranks train one model: applied to models, data and checkpoints from outside, on torch.distributed alone."""

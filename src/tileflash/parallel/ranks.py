@@ -1,0 +1,208 @@
+"""The processes of a run and how they agree. `Alone` is the one process of a run without torchrun: it agrees with itself.
+
+Small facts (counts, flags, what went wrong) go over gloo between the hosts' memories, so no agreement waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from tileflash.parallel.layout import SINGLE, Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+Value = TypeVar("Value")
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def world_size_from_environment() -> int | None:
+    """How many ranks torchrun started; None where it did not start this process, or started it alone."""
+    if not all(name in os.environ for name in _TORCHRUN):
+        return None
+    size = int(os.environ["WORLD_SIZE"])
+    return size if size > 1 else None
+
+
+class Alone(AbstractContextManager["Alone"]):
+    """The only process: everything is done here, and nothing of torch.distributed is touched."""
+
+    layout, rank, local_rank, is_first = SINGLE, 0, None, True
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def first(self, work: Callable[[], Value]) -> Value | None:
+        """Do `work`."""
+        return work()
+
+    def in_turn(self, work: Callable[[], Value]) -> Value:
+        """Do `work`."""
+        return work()
+
+    def share(self, value: Any) -> Any:
+        """`value`."""
+        return value
+
+
+class Ranks(AbstractContextManager["Ranks"]):
+    """This process among the others, while in force.
+
+    `mesh` has the dimensions "replicate", "shard", "tensor": data ranks lie along "shard" where they share weights
+    (ZeRO 1 to 3), else along "replicate". A process group that is there already is used and left as it is.
+    """
+
+    def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
+        self.layout = layout
+        self.rank, self.local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        self.is_first = self.rank == 0
+        self._device_type, self._timeout_s = device_type, timeout_s
+        self._owns_group = False
+        self.mesh: DeviceMesh
+        self.data_group: ProcessGroup
+        self.tensor_group: ProcessGroup
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `layout.data` shares of the samples is this rank's."""
+        return self.rank // self.layout.tensor
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which of the `layout.tensor` parts of the model is this rank's."""
+        return self.rank % self.layout.tensor
+
+    def __enter__(self) -> Ranks:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        layout, timeout = self.layout, timedelta(seconds=self._timeout_s)
+        if self._device_type == "cuda":
+            torch.cuda.set_device(self.local_rank)  # before NCCL looks for its GPU
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timeout)
+            self._owns_group = True
+        shape = (1, layout.data) if layout.shards_weights else (layout.data, 1)
+        names = ("replicate", "shard", "tensor")
+        self.mesh = init_device_mesh(self._device_type, (*shape, layout.tensor), mesh_dim_names=names)
+        self.data_group = self.mesh.get_group("shard" if layout.shards_weights else "replicate")
+        self.tensor_group = self.mesh.get_group("tensor")
+        if self._owns_group:
+            for name in names:  # a mesh gives its groups PyTorch's default, up to half an hour
+                _set_pg_timeout(timeout, self.mesh.get_group(name))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        import torch.distributed as dist
+
+        if not self._owns_group:
+            return
+        # After a failure the others may never come: the group then ends with the process.
+        if error is None:
+            self.any(False)  # rank 0 holds the store that the others need to the end
+            dist.destroy_process_group()
+
+    @property
+    def tensor_crosses_hosts(self) -> bool:
+        """Whether a tensor group has ranks of several hosts, by torchrun's count of each host's ranks."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.ranks)) % self.layout.tensor != 0
+
+    def first(self, work: Callable[[], Value]) -> Value | None:
+        """Rank 0 does `work` and gets its result, the others None; what goes wrong there is raised by all."""
+        return self._together(work if self.is_first else None)
+
+    def in_turn(self, work: Callable[[], Value]) -> Value:
+        """All do `work`, the first of each host before the others: what it leaves on the disk is then there for them."""
+        leads = self.local_rank == 0
+        result = self._together(work if leads else None)
+        rest = self._together(None if leads else work)
+        return result if leads else rest  # type: ignore[return-value]
+
+    def _together(self, work: Callable[[], Value] | None) -> Value | None:
+        import torch.distributed as dist
+
+        result, failure = None, None
+        try:
+            result = None if work is None else work()
+        except Exception as error:
+            failure = error
+        failures: list[Exception | None] = [None] * self.layout.ranks
+        dist.all_gather_object(failures, None if failure is None else _portable(failure))
+        if failure is not None:
+            raise failure
+        told = next((other for other in failures if other is not None), None)
+        if told is not None:
+            raise told
+        return result
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's `value`, on all ranks."""
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank; the same answer on all."""
+        import torch.distributed as dist
+
+        raised = torch.tensor(int(flag))
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX)
+        return bool(raised)
+
+    def data_sum(self, number: int) -> int:
+        """The sum of `number` over the data ranks."""
+        import torch.distributed as dist
+
+        total = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(total, group=self.data_group)
+        return int(total)
+
+    def loss_of_rank(self, error: BaseException) -> str | None:
+        """What to tell where `error` is torch.distributed's way to say that another rank is gone; else None."""
+        text = str(error)
+        kinds = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+        named = any(kind.__name__.lstrip("_") in kinds for kind in type(error).__mro__)
+        if not (named or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text))):
+            return None
+        return (
+            f"rank {self.rank}: another rank has ended or has not answered for {self._timeout_s:g} s, so this one ends "
+            f"too. What made it end stands in its own lines; --resume goes on from the last checkpoint. "
+            f"({text.splitlines()[0] if text else type(error).__name__})"
+        )
+
+
+def join(layout: Layout, device_of: Callable[[int], torch.device], timeout_s: float) -> Alone | Ranks:
+    """The processes of this run, by torchrun's environment; ValueError unless `layout` takes that many.
+
+    `device_of` gives the device of a host's rank of that number.
+    """
+    world_size = world_size_from_environment()
+    layout.check_world(world_size)
+    if world_size is None:
+        return Alone()
+    return Ranks(layout, device_of(int(os.environ["LOCAL_RANK"])).type, timeout_s)
+
+
+def _portable(error: Exception) -> Exception:
+    """An error as other ranks can raise it: of its own kind where that is made of a message alone."""
+    try:
+        portable: Exception = pickle.loads(pickle.dumps(type(error)(str(error))))
+    except Exception:  # whatever a class of somebody else's does
+        portable = (ValueError if isinstance(error, ValueError | OSError) else RuntimeError)(str(error))
+    return portable

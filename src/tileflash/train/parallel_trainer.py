@@ -1,0 +1,178 @@
+"""The training loop of one rank among several: the same steps, of which each rank does its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tileflash.parallel.model import ParallelModel
+from tileflash.parallel.pieces import Piece, Pieces
+from tileflash.parallel.ranks import Ranks
+from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpoint
+from tileflash.train.config import TrainConfig
+from tileflash.train.data_source import DataSource, StepBatch, validation_batches
+from tileflash.train.interrupt import Interrupt
+from tileflash.train.logs import Logs
+from tileflash.train.looking import sample_text
+from tileflash.train.optimizer import optimizer_of, set_learning_rate
+from tileflash.train.setup import Setup
+from tileflash.train.state import MOMENTS, apply_random_states, random_states
+from tileflash.train.step import IGNORED_TARGET, apply_gradients, token_loss_sum
+from tileflash.train.trainer import Trainer
+
+
+class ParallelTrainer(Trainer):
+    """A `Trainer` whose model, samples and optimizer are shared by `ranks`; all of them must make the same calls.
+
+    `output` and `checkpoint` are the same paths on all ranks; only the first reads and writes there.
+    """
+
+    model: ParallelModel
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        setup: Setup,
+        logs: Logs,
+        output: Path | None,
+        checkpoint: Path | None,
+        ranks: Ranks,
+    ) -> None:
+        self.ranks = ranks
+        self.pieces: Pieces
+        super().__init__(config, setup, logs, output, checkpoint)
+
+    def _build(self, *, from_start: bool) -> None:
+        model = self._whole_model(from_start=from_start)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.model = ParallelModel(
+            model, self.ranks, loss_sum=token_loss_sum, ignored=IGNORED_TARGET, dtype=self.setup.dtype
+        )
+        self.pieces = Pieces(self.model, self.ranks, shapes)
+        parameters = [piece.local for piece in self.pieces]
+        self.optimizer = optimizer_of(parameters, self.config.learning_rate, self.config.weight_decay)
+
+    def _open_data(self) -> DataSource:
+        return DataSource(
+            self.setup.training,
+            self.config,
+            self.setup.device,
+            self.sample,
+            data_rank=self.ranks.data_rank,
+            data_sum=self.ranks.data_sum,
+        )
+
+    def _interrupted(self, interrupt: Interrupt) -> bool:
+        requested = self.ranks.any(interrupt.requested)
+        if requested and not interrupt.requested:
+            self.logs.say("another rank was told to end: so do all")
+        return requested
+
+    def _compute(self, batch: StepBatch, rate: float) -> torch.Tensor:
+        set_learning_rate(self.optimizer, rate)
+        loss = torch.zeros((), device=self.setup.device)
+        last = len(batch.tokens) - 1
+        for index, (tokens, targets) in enumerate(zip(batch.tokens, batch.targets, strict=True)):
+            self.model.before_micro_batch(index == last)
+            part = self.model(tokens, targets) / max(batch.valid_tokens, 1)
+            part.backward()
+            loss += part.detach()
+        self.pieces.take_gradients()
+        norm, loss = self.pieces.gradient_norm_and_loss(loss)
+        return apply_gradients(
+            [piece.local for piece in self.pieces if piece.local.grad is not None],
+            self.optimizer,
+            loss,
+            norm,
+            gradient_clip=self.config.gradient_clip,
+            limits=self.guard.limits(),
+        )
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """The same batches as one rank would look at, dealt out among the data ranks."""
+        assert self.setup.validation is not None  # `open_data` saw to it
+        device, ranks = self.setup.device, self.ranks
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, valid tokens
+        batches = list(validation_batches(self.setup.validation, self.config, torch.device("cpu")))
+        data = ranks.layout.data
+        for start in range(0, len(batches), data):
+            index = start + ranks.data_rank
+            counts = index < len(batches)
+            # All ranks must make the same calls: one with no batch left looks at the last again, for nothing.
+            tokens, targets = (part.to(device) for part in batches[index if counts else -1])
+            loss = self.model(tokens, targets)
+            if counts:
+                sums += torch.stack([loss.double(), (targets != IGNORED_TARGET).sum().double()])
+        dist.all_reduce(sums, group=ranks.data_group)
+        self.logs.validation(self.step, float(sums[0] / sums[1]))
+
+    def _write_sample(self) -> None:
+        # Every rank draws the same text, from generators in the same state: the model is in use on all of them.
+        text, error = sample_text(self.model, self.setup, self.config, self.step)
+        self.logs.sample(self.step, text, error)
+
+    def _weights_are_finite(self) -> bool:
+        return not self.ranks.any(any(not bool(piece.local.isfinite().all()) for piece in self.pieces))
+
+    def _gather_tensors(self) -> dict[str, torch.Tensor]:
+        """On the first rank weights and moments, whole, in its host's memory; on others nothing."""
+        tensors: dict[str, torch.Tensor] = {}
+        for piece, names in self._stored():
+            for name, local in names.items():
+                whole = local if local.dim() == 0 and name.endswith(".step") else self.pieces.gather(piece, local)
+                if self.ranks.is_first:
+                    tensors[name] = whole.detach().cpu()
+        return tensors
+
+    def _stored(self) -> Iterator[tuple[Piece, dict[str, torch.Tensor]]]:
+        """This rank's part of all that a checkpoint holds of each weight, by name; moments are made if there are none."""
+        for piece in self.pieces:
+            moments = self.optimizer.state[piece.local]
+            if not moments:
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=piece.local.device)
+                moments.update({moment: torch.zeros_like(piece.local.detach()) for moment in MOMENTS})
+            names = {f"optimizer.{piece.name}.{key}": moments[key] for key in ("step", *MOMENTS)}
+            yield piece, {f"model.{piece.name}": piece.local.detach(), **names}
+
+    def _write_checkpoint(self, output: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
+        def write() -> Path:
+            return save_checkpoint(output, self.step, tensors, state, self.config.keep)
+
+        written: Path = self.ranks.share(self.ranks.first(write))
+        return written
+
+    @torch.no_grad()
+    def _restore(self, checkpoint: Path) -> None:
+        """Only the first rank reads; each weight goes from it to all, and each takes its part."""
+        device = self.setup.device
+        tensors: dict[str, torch.Tensor] = {}
+
+        def read() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+            for piece, names in self._stored():
+                for name in names:
+                    shape = () if name.endswith(".step") else piece.shape
+                    tensors[name] = torch.zeros(shape, dtype=torch.float32)
+            same_device = read_state(checkpoint)["device"] == device.type
+            random = random_states(device) if same_device else {}
+            return load_checkpoint(checkpoint, tensors | random), random
+
+        state, random = self.ranks.share(self.ranks.first(read))
+        for piece, names in self._stored():
+            for name, local in names.items():
+                scalar = name.endswith(".step")
+                whole = torch.empty(() if scalar else piece.shape, dtype=torch.float32, device=device)
+                if self.ranks.is_first:
+                    whole.copy_(tensors.pop(name))
+                dist.broadcast(whole, src=0)
+                if scalar:
+                    local.copy_(whole)
+                else:
+                    self.pieces.scatter(piece, whole, local)
+        if random:
+            apply_random_states(random, device)
+        self._go_on(checkpoint, state)

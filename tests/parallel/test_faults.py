@@ -1,0 +1,142 @@
+"""A rank that fails, dies, hangs or is told to end takes the others with it: in time, in words, with a status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.ranks import ROOT, config, run_ranks, start_ranks, steps
+from tileflash.train.checkpoint import checkpoints, find_fault
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+# Rank 1 does something at its third step; the ranks are started without torchrun, whose agent would end the others.
+AT_STEP_3 = """
+import os, signal, sys, time
+from tileflash.train import parallel_trainer
+original, calls = parallel_trainer.ParallelTrainer._compute, [0]
+def compute(self, *arguments):
+    calls[0] += 1
+    if self.ranks.rank == 1 and calls[0] == 3:
+        {action}
+    return original(self, *arguments)
+parallel_trainer.ParallelTrainer._compute = compute
+"""
+
+
+def arguments(tokens: Path, *more: object) -> list[object]:
+    sizes = ["n_layer=1", "n_head=2", "n_embd=32"]
+    model = ["gpt2-tiny", *(word for size in sizes for word in ("--model-override", size))]
+    return [*model, "--input-bin", tokens, "--device", "cpu", "--sequence-length", 16, "--no-tensorboard", *more]
+
+
+def ends(processes: list[subprocess.Popen[str]], timeout_s: float = 60) -> list[tuple[int, str, str]]:
+    """(exit status, stdout, stderr) of each rank."""
+    try:
+        outputs = [process.communicate(timeout=timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("action", "status"),
+    [
+        ("raise RuntimeError('rank 1 is out of luck')", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ],
+    ids=["raises", "is killed"],
+)
+def test_the_others_end_when_a_rank_does(tokens: Path, tmp_path: Path, action: str, status: int) -> None:
+    given = arguments(
+        tokens, "--data-parallel", 2, "--zero-stage", 2, "--output", tmp_path, "--num-iteration", 9, "--save-every", 1
+    )
+    (first, told, error), (second, _, _) = ends(start_ranks(2, given, AT_STEP_3.format(action=action)))
+    assert (first, second) == (1, status), error
+    assert "error: rank 0: another rank has ended or has not answered" in error
+    assert "step 2/9" in told
+    assert "step 3/9" not in told
+    step, last = checkpoints(tmp_path)[-1]
+    assert (step, find_fault(last)) == (2, None)
+
+
+def test_a_rank_that_hangs_is_given_up(tokens: Path) -> None:
+    given = arguments(tokens, "--tensor-parallel", 2, "--rank-timeout", 4)
+    first, second = start_ranks(2, given, AT_STEP_3.format(action="time.sleep(600)"))
+    started = time.monotonic()
+    _, error = first.communicate(timeout=60)
+    second.kill()
+    second.communicate()
+    assert first.returncode == 1
+    assert "has not answered for 4 s" in error
+    assert time.monotonic() - started < 60
+
+
+def test_a_signal_to_one_rank_ends_all_after_saving(tokens: Path, tmp_path: Path) -> None:
+    action = "os.kill(os.getpid(), signal.SIGTERM)"
+    given = arguments(tokens, "--tensor-parallel", 2, "--output", tmp_path, "--num-iteration", 10**6)
+    (first, told, error), (second, silent, _) = ends(start_ranks(2, given, AT_STEP_3.format(action=action)))
+    assert (first, second) == (130, 130), error
+    assert "another rank was told to end: so do all" in told
+    assert "interrupted at step 3/1000000" in told
+    assert silent == ""  # only the first rank speaks
+    step, last = checkpoints(tmp_path)[-1]
+    assert (step, find_fault(last)) == (3, None)
+
+
+def _nan_on_the_last_rank(rank: int) -> None:
+    """The loss of the second micro-batch is NaN in steps 3 and 4, on rank 1 alone."""
+    from tileflash.parallel.model import ParallelModel
+
+    if rank != 1:
+        return
+    forward, calls = ParallelModel.forward, [0]
+
+    def poisoned(self: ParallelModel, *arguments: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return forward(self, *arguments) * (float("nan") if calls[0] in (6, 8) else 1.0)
+
+    ParallelModel.forward = poisoned  # type: ignore[method-assign, assignment]
+
+
+def test_nan_on_one_rank_skips_the_step_on_all(tokens: Path, tmp_path: Path) -> None:
+    settings = {"data_parallel": 2, "zero_stage": 1, "num_iteration": 6, "log_json": str(tmp_path / "log.jsonl")}
+    # It saves: whatever a rank had taken up of the NaN would be found. Ranks that disagreed would wait for each other.
+    run_ranks(2, [("NaN", config("gpt2", tokens, output=str(tmp_path), **settings))], _nan_on_the_last_rank)
+    events = steps(tmp_path / "log.jsonl")
+    assert ["skip_reason" in event for event in events] == [False, False, True, True, False, False]
+    assert events[-1]["skipped"] == 2
+    assert find_fault(checkpoints(tmp_path)[-1][1]) is None
+
+
+def test_by_torchrun_and_with_wrong_numbers(tokens: Path) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tileflash",
+    ]
+    environment = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": ""}
+
+    def run(*more: object) -> subprocess.CompletedProcess[str]:
+        command = [*torchrun, "train", *map(str, arguments(tokens, "--num-iteration", 2, *more))]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+    done = run("--tensor-parallel", 2, "--sequence-parallel")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [line.endswith("DP=1, TP=2, SP=2, PP=1)") for line in lines] == [True, True]
+    wrong = run("--data-parallel", 3)
+    assert wrong.returncode == 1  # torchrun's own
+    assert "data_parallel * tensor_parallel is 3 * 1 = 3: it must be the number of ranks, 2" in wrong.stderr

@@ -1,0 +1,133 @@
+"""Several ranks on this machine's CPU: tiny models trained by processes that agree over gloo, as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.distributed.checkpoint import FileSystemReader
+
+from tileflash.train import TrainConfig, train
+from tileflash.train.checkpoint import checkpoints, load_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+# 257 rows of the vocabulary divide by no number of ranks; with padding some rank has rows that must not count.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2-tiny", {"vocab_size": 257, "vocab_multiple": 4}),
+    "gpt2-odd-vocabulary": ("gpt2-tiny", {"vocab_size": 257, "vocab_multiple": 1}),
+    "llama3": ("llama3-tiny", {"vocab_size": 257, "n_kv_head": 2, "intermediate_size": 48}),
+    "llama3-untied": ("llama3-tiny", {"vocab_size": 257, "n_kv_head": 4, "intermediate_size": 48, "tied": False}),
+}
+_SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "max_sequence_length": 32}
+
+Job = tuple[str, TrainConfig]
+
+
+def config(model: str, tokens: Path, **changes: Any) -> TrainConfig:
+    """A run of a tiny model; 8 samples a step in 2 micro-batches, however many data ranks share them."""
+    preset, overrides = MODELS[model]
+    samples = 4 // changes.get("data_parallel", 1)
+    settings: dict[str, Any] = {
+        "model": preset,
+        "model_overrides": {**_SIZES, **overrides},
+        "input_bin": str(tokens),
+        "batch_size": samples,
+        "sequence_length": 16,
+        "total_batch_size": 8 * 16,
+        "num_iteration": 20,
+        "learning_rate": 1e-2,
+        "device": "cpu",
+        "tensorboard": False,
+    }
+    return TrainConfig(**{**settings, **changes})
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in numbers.items()}}
+
+
+def run_ranks(world: int, jobs: Sequence[Job], prepare: Callable[[int], None] | None = None) -> None:
+    """Do `jobs`, one after the other, in `world` processes that keep one process group for all of them.
+
+    `prepare` (a function of a module, for it is sent to the processes) is called in each with its rank.
+    """
+    torch.multiprocessing.spawn(_rank, (world, free_port(), list(jobs), prepare), nprocs=world)
+
+
+def _rank(rank: int, world: int, port: int, jobs: list[Job], prepare: Callable[[int], None] | None) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(environment(rank, world, port))
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    dist.init_process_group("gloo")
+    if prepare is not None:
+        prepare(rank)
+    for name, job in jobs:
+        try:
+            assert train(job).status == "finished"
+        except BaseException:
+            traceback.print_exc()
+            raise RuntimeError(f"rank {rank}: {name}") from None
+    dist.barrier()
+    # The processes end here: a process group's threads may not outlive the interpreter.
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def start_ranks(world: int, arguments: Sequence[object], script: str = "") -> list[subprocess.Popen[str]]:
+    """`tileflash train ARGUMENTS` as `world` processes, without torchrun's agent, which would end them itself.
+
+    `script` is Python that each of them runs before.
+    """
+    port = free_port()
+    code = f"{script}\nfrom tileflash.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", *map(str, arguments)]
+    threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    return [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **threads, **environment(rank, world, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def steps(log: Path) -> list[dict[str, Any]]:
+    """The events `step` of a log."""
+    return [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "step"]
+
+
+def last_tensors(output: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint but the random states."""
+    path = checkpoints(output)[-1][1]
+    stored = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+        for name, entry in stored.items()
+    }
+    load_checkpoint(path, tensors)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
