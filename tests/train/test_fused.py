@@ -106,6 +106,6 @@ def test_off_is_the_default(tiny: Make) -> None:
     assert (fused.operators, fused.loss_function) == (FUSED, fused_loss)
 
 
-def test_several_ranks_are_refused() -> None:
+def test_several_ranks_are_refused(tiny: Make) -> None:
     with pytest.raises(ValueError, match="fused_operators is set and there are 2 ranks"):
-        run_setup.prepare_setup(tiny(fused_operators=True, device="cpu"), Layout(data=2))
+        run_setup.prepare_setup(tiny(fused_operators=True), Layout(data=2))
