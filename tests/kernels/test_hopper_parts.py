@@ -118,13 +118,12 @@ def test_what_the_backward_kernel_leaves_becomes_d_q(block_m: int, head_dim: int
 
 
 @pytest.mark.parametrize(("block_m", "head_dim", "head_dim_v", "block_d"), [(128, 40, 64, 64), (64, 72, 16, 128)])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize(("low", "high"), [(-300, 9), (-40, 20)])
+@pytest.mark.parametrize(("value", "low", "high"), [(float("nan"), -300, 9), (float("inf"), -40, 20)])
 def test_rows_that_a_hidden_key_spoilt_are_made_again(
     block_m: int, head_dim: int, head_dim_v: int, block_d: int, value: float, low: int, high: int, device: str
 ) -> None:
     """The accumulator holds NaN everywhere; rows that see the spoilt key come out as NaN, the others as if it were not there."""
-    rows, keys, heads, kv_heads, scale, spoilt = 150, 160, 4, 2, 0.3, 45
+    rows, keys, heads, kv_heads, scale, spoilt = 90, 100, 2, 1, 0.3, 45
     q, d_out = (torch.randn(1, rows, heads, d, device=device) for d in (head_dim, head_dim_v))
     k, v = (torch.randn(1, keys, kv_heads, d, device=device) for d in (head_dim, head_dim_v))
     away = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None]
