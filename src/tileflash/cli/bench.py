@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tileflash.cli.bench_console import machine_line, table_console
 from tileflash.cli.bench_memory import print_memory
+from tileflash.cli.comma_separated import numbers, words
 from tileflash.cli.errors import friendly_errors
 
 if TYPE_CHECKING:
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tileflash.bench.attention import AttentionSuite, CaseResult
-
-_WIDE = 1000  # a file or a pipe has no width that cells must be cut to
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed against peers and physical limits.")
 
@@ -102,7 +102,6 @@ def host(
     Example: tileflash bench host --output benchmarks/results/host.jsonl
     On a CPU: tileflash bench host --device cpu --variants tileflash-auto,math --dtype float32 --calls 20
     """
-    from rich.console import Console
     from rich.table import Table
 
     from tileflash.bench.host import MODES, HostSuite, host_lines, measure_host
@@ -117,10 +116,8 @@ def host(
         require_ledger(output)
     sitting = Sitting.begin(environment(device))
     cells = measure_host(suite)
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDE
-    console.print(f"{sitting.gpu}, {', '.join(f'{k} {v}' for k, v in sitting.versions.items())}")
+    console = table_console()
+    console.print(machine_line(sitting))
     table = Table(
         title=f"host time of a call, us; B={batch} S={seq} H={heads} D={head_dim} {mask} {dtype}", title_justify="left"
     )
@@ -176,19 +173,6 @@ def memory(
     raise typer.Exit(print_memory(suite, output))
 
 
-def words(text: str) -> tuple[str, ...]:
-    """The words of a comma-separated option."""
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of a comma-separated option; ValueError names the option."""
-    try:
-        return tuple(int(word) for word in words(text))
-    except ValueError:
-        raise ValueError(f"`{option}` was {text!r}; it must be whole numbers separated by commas") from None
-
-
 def _run_attention(suite: AttentionSuite, output: Path | None) -> int:
     from rich.console import Console
     from rich.progress import Progress
@@ -217,10 +201,8 @@ def _run_attention(suite: AttentionSuite, output: Path | None) -> int:
                 errors.print(f"{len(results)}/{len(cases)} {result.case} ({time.monotonic() - started:.0f} s)")
     if left_out := cases[len(results) :]:
         errors.print(f"time is up: {len(left_out)} of {len(cases)} cases left out, from {left_out[0]} on")
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDE  # a file or a pipe has no width that cells must be cut to
-    console.print(f"{sitting.gpu}, {', '.join(f'{k} {v}' for k, v in sitting.versions.items())}; {clock.description}")
+    console = table_console()
+    console.print(f"{machine_line(sitting)}; {clock.description}")
     console.print(
         f"{suite.dtype}, {suite.tokens} tokens, heads x head dimension = {suite.width}; TFLOP/s count 4 B H S S D forward, "
         f"x 2.5 backward, halved when causal; in brackets the speed relative to {suite.baseline}"

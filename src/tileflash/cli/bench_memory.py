@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tileflash.cli.bench_console import machine_line, table_console
+
 if TYPE_CHECKING:
     from tileflash.bench.memory import MemoryCell, MemorySuite
-
-_WIDE = 1000
 
 
 def print_memory(suite: MemorySuite, output: Path | None) -> int:
@@ -22,9 +22,7 @@ def print_memory(suite: MemorySuite, output: Path | None) -> int:
     from tileflash.bench.sitting import Sitting
     from tileflash.environment import environment
 
-    errors, console = Console(stderr=True, highlight=False, soft_wrap=True), Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDE
+    errors, console = Console(stderr=True, highlight=False, soft_wrap=True), table_console()
     sitting = Sitting.begin(environment(suite.device))
     cells: list[MemoryCell] = []
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
@@ -32,7 +30,7 @@ def print_memory(suite: MemorySuite, output: Path | None) -> int:
         for cell in measure_memory(suite):
             cells.append(cell)
             progress.advance(bar)
-    console.print(f"{sitting.gpu}, {', '.join(f'{k} {v}' for k, v in sitting.versions.items())}")
+    console.print(machine_line(sitting))
     baseline = suite.variants[0]
     for which in PASSES:
         table = Table(

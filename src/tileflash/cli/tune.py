@@ -52,7 +52,7 @@ def tune(
 
     from tileflash.bench.ledger import append, require_ledger
     from tileflash.bench.sitting import Sitting
-    from tileflash.cli.bench import numbers, words
+    from tileflash.cli.comma_separated import numbers, words
     from tileflash.environment import environment
     from tileflash.train.setup import find_gpu_device
     from tileflash.tune import session

@@ -47,7 +47,7 @@ def warmup(
     from rich.console import Console
     from rich.progress import Progress
 
-    from tileflash.cli.bench import numbers, words
+    from tileflash.cli.comma_separated import numbers, words
     from tileflash.doctor.cache import inspect_cache
     from tileflash.train.setup import find_gpu_device
     from tileflash.warmup import kinds_of_model, make_kinds, warm_up
