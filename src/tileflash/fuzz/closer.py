@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tileflash.fuzz.drawing import Drawn
-from tileflash.fuzz.textbook import Scene, _take
+from tileflash.fuzz.textbook import Scene, take
 
 _SUMS = 16 * torch.finfo(torch.float32).eps
 _VANISHES = torch.finfo(torch.float32).tiny / _SUMS  # added to what is multiplied by _SUMS
@@ -49,12 +49,12 @@ def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
     d_lse = drawn.d_lse.double()
     if scene.rows is not None and scene.columns is not None:
         q, k, v, d_out = (
-            _take(q, scene.rows),
-            _take(k, scene.columns),
-            _take(v, scene.columns),
-            _take(d_out, scene.rows),
+            take(q, scene.rows),
+            take(k, scene.columns),
+            take(v, scene.columns),
+            take(d_out, scene.rows),
         )
-        d_lse = _take(d_lse.T, scene.rows).transpose(1, 2)
+        d_lse = take(d_lse.T, scene.rows).transpose(1, 2)
     q, k, v, d_out = (t.transpose(1, 2) for t in (q, k, v, d_out))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [B, H, S, D]
     if problem.loss == "lse" and problem.with_lse:

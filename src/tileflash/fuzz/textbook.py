@@ -65,7 +65,7 @@ def make_scene(drawn: Drawn) -> Scene:
     if "document_ids" in arguments:
         own, other = arguments["document_ids"]
         if scene.rows is not None and scene.columns is not None:
-            own, other = _take(own, scene.rows), _take(other, scene.columns)
+            own, other = take(own, scene.rows), take(other, scene.columns)
         visible = visible & (own[:, :, None] == other[:, None, :])
     visible = visible[:, None]
     for bias in (arguments.get("bias"), drawn.tensors.get("bias")):
@@ -85,7 +85,7 @@ def textbook(drawn: Drawn, scene: Scene, tensors: dict[str, Tensor]) -> tuple[Te
     q, k, v = (tensors[name] for name in "qkv")
     dtype = q.dtype
     if scene.rows is not None and scene.columns is not None:
-        q, k, v = _take(q, scene.rows), _take(k, scene.columns), _take(v, scene.columns)
+        q, k, v = take(q, scene.rows), take(k, scene.columns), take(v, scene.columns)
     group = problem.heads // problem.kv_heads
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, S, D]
     if group > 1:
@@ -130,7 +130,7 @@ def packed(padded: Tensor, where: Tensor, filling: float = 0.0) -> Tensor:
     return torch.cat([flat, rest]).index_select(0, where)
 
 
-def _take(rows: Tensor, where: Tensor) -> Tensor:
+def take(rows: Tensor, where: Tensor) -> Tensor:
     """rows [total, ...] as a padded batch [N, S, ...]."""
     extended = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
     return extended.index_select(0, where.flatten()).unflatten(0, where.shape)

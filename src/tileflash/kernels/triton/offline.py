@@ -140,8 +140,7 @@ def compile_offline(
     if tile.max_registers:
         options["maxnreg"] = tile.max_registers
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    read = _read_amd if TARGETS[target].backend == "hip" else _read_nvidia
-    registers, spill_bytes, matrix_instructions, warnings = read(compiled, target)
+    registers, spill_bytes, matrix_instructions, warnings = read_compiled(compiled, target)
     return Report(
         target,
         kernel,
@@ -181,6 +180,12 @@ def _type_of(name: str, dtype: torch.dtype) -> str:
     if name.endswith("_ptr"):
         return "*" + _TYPE_NAMES[dtype]
     return "fp32" if name.startswith("scale") else "i32"
+
+
+def read_compiled(compiled: Any, target: str) -> tuple[int, int, int, int]:
+    """(registers, spill bytes, matrix instructions, warnings) of a kernel compiled for one of TARGETS, as `Report` has them."""
+    read = _read_amd if TARGETS[target].backend == "hip" else _read_nvidia
+    return read(compiled, target)
 
 
 def _read_nvidia(compiled: Any, target: str) -> tuple[int, int, int, int]:

@@ -20,7 +20,7 @@ from tileflash.kernels.triton.gated import ACTIVATIONS, gated_backward_kernel, g
 from tileflash.kernels.triton.gated import block_and_warps as gated_tile
 from tileflash.kernels.triton.norm import block_and_warps as norm_tile
 from tileflash.kernels.triton.norm import norm_backward_kernel, norm_forward_kernel
-from tileflash.kernels.triton.offline import TARGETS, _read_amd, _read_nvidia
+from tileflash.kernels.triton.offline import TARGETS, read_compiled
 from tileflash.kernels.triton.rotary import rotary_kernel, tile_and_warps
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -135,8 +135,7 @@ def compile_case(case: Case, target: str) -> OperatorReport:
     attributes: dict[Any, Any] = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(case.kernel, signature, case.constants, attributes)
     compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": case.warps})
-    read = _read_amd if TARGETS[target].backend == "hip" else _read_nvidia
-    registers, spill_bytes, _, _ = read(compiled, target)
+    registers, spill_bytes, _, _ = read_compiled(compiled, target)
     return OperatorReport(
         target,
         case.kernel.__name__,
