@@ -33,7 +33,7 @@ BACKENDS: dict[str, Backend] = {
 
 # `backend="auto"` takes the first of these that serves. Backends that need O(Sq * Sk) memory are not among them: whoever wants one
 # names it.
-AUTO_ORDER = ("triton", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-cpu", "tiled")
+AUTO_ORDER = ("hopper", "triton", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-cpu", "tiled")
 
 # Names that stand for several backends: the first that serves.
 FAMILIES = {"auto": AUTO_ORDER, "sdpa": ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-cpu", "sdpa-math")}
