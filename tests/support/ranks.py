@@ -71,16 +71,15 @@ def run_ranks(world: int, jobs: Sequence[Job], prepare: Callable[[int], None] | 
 
     `prepare` (a function of a module, for it is sent to the processes) is called in each with its rank.
     """
-    torch.multiprocessing.spawn(_rank, (world, free_port(), list(jobs), prepare), nprocs=world)
+    in_ranks(world, _train, list(jobs), prepare)
 
 
-def _rank(rank: int, world: int, port: int, jobs: list[Job], prepare: Callable[[int], None] | None) -> None:
-    import torch.distributed as dist
+def in_ranks(world: int, work: Callable[..., None], *arguments: Any) -> None:
+    """`work(rank, *arguments)` in `world` processes with a process group; `work` is a function of a module."""
+    torch.multiprocessing.spawn(_rank, (world, free_port(), work, arguments), nprocs=world)
 
-    os.environ.update(environment(rank, world, port))
-    torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    dist.init_process_group("gloo")
+
+def _train(rank: int, jobs: list[Job], prepare: Callable[[int], None] | None) -> None:
     if prepare is not None:
         prepare(rank)
     for name, job in jobs:
@@ -89,6 +88,16 @@ def _rank(rank: int, world: int, port: int, jobs: list[Job], prepare: Callable[[
         except BaseException:
             traceback.print_exc()
             raise RuntimeError(f"rank {rank}: {name}") from None
+
+
+def _rank(rank: int, world: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(environment(rank, world, port))
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    dist.init_process_group("gloo")
+    work(rank, *arguments)
     dist.barrier()
     # The processes end here: a process group's threads may not outlive the interpreter.
     dist.destroy_process_group()
