@@ -10,7 +10,7 @@ import torch
 from support.context_cases import RING, ULYSSES, whole, work
 from support.ranks import in_ranks
 from tileflash.attention.band import Band
-from tileflash.parallel.blocks import Part, blocks_between
+from tileflash.parallel.blocks import Part, blocks_between, key_head_copies
 
 CASES = [
     (kind, name, size)
@@ -78,8 +78,6 @@ def test_under_a_causal_mask_all_ranks_work_the_same_in_few_launches() -> None:
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    from tileflash.parallel.context import key_head_copies
-
     with pytest.raises(ValueError, match=r"has 36 positions: it must be a multiple of twice the number .*, 2 \* 4"):
         Part.of(36, 0, 4, zigzag=True)
     with pytest.raises(ValueError, match="has 34 positions: it must be a multiple of the 4 context ranks"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.ranks import config, last_tensors, run_ranks, steps
+from support.ranks import FLASH, config, last_tensors, run_ranks, steps
 from support.sparse_targets import make_targets_sparse, sparse_batch
 from tileflash.data import BatchLoader
 from tileflash.train import train
@@ -18,11 +18,15 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 ONE = "one rank"
 SP: dict[str, Any] = {"sequence_parallel": True}
+RING: dict[str, Any] = {"context_parallel": 2, **FLASH}
+ULYSSES: dict[str, Any] = {**RING, "context_parallel_kind": "ulysses"}
 TWO: dict[str, dict[str, Any]] = {
     "DP 2": {"data_parallel": 2},
     **{f"DP 2, ZeRO {stage}": {"data_parallel": 2, "zero_stage": stage} for stage in (1, 2, 3)},
     "TP 2": {"tensor_parallel": 2},
     "TP 2, SP": {"tensor_parallel": 2, **SP},
+    "ring 2": RING,
+    "Ulysses 2, ZeRO 1": {**ULYSSES, "zero_stage": 1},
 }
 FOUR: dict[str, dict[str, Any]] = {
     "DP 4, ZeRO 3": {"data_parallel": 4, "zero_stage": 3},
@@ -30,15 +34,31 @@ FOUR: dict[str, dict[str, Any]] = {
     "DP 2, TP 2": {"data_parallel": 2, "tensor_parallel": 2},
     "DP 2, TP 2, ZeRO 1": {"data_parallel": 2, "tensor_parallel": 2, "zero_stage": 1},
     "DP 2, TP 2, SP, ZeRO 3": {"data_parallel": 2, "tensor_parallel": 2, "zero_stage": 3, **SP},
+    "ring 4, ZeRO 2": {**RING, "context_parallel": 4, "zero_stage": 2},
+    "Ulysses 4": {**ULYSSES, "context_parallel": 4},
+    "DP 2, ring 2, ZeRO 3": {**RING, "data_parallel": 2, "zero_stage": 3},
+    "TP 2, SP, ring 2": {**RING, "tensor_parallel": 2, **SP},
+    "TP 2, Ulysses 2": {**ULYSSES, "tensor_parallel": 2},
 }
-LLAMA = ("DP 2, ZeRO 3", "TP 2", "TP 2, SP", "DP 2, TP 2, SP, ZeRO 3")
+EIGHT: dict[str, dict[str, Any]] = {
+    "DP 2, TP 2, SP, ring 2, ZeRO 1": {**RING, "data_parallel": 2, "tensor_parallel": 2, "zero_stage": 1, **SP},
+}
 CASES = [
-    *(("gpt2", layout) for layout in (*TWO, *FOUR)),
-    *(("llama3", layout) for layout in LLAMA),
+    *(("gpt2", layout) for layout in (*TWO, "DP 4, ZeRO 3", "DP 2, TP 2", "DP 2, TP 2, ZeRO 1", "TP 2, SP, ring 2")),
+    *(("llama3", layout) for layout in ("DP 2, ZeRO 3", "TP 2", "TP 2, SP", "DP 2, TP 2, SP, ZeRO 3")),
+    *(("llama3", layout) for layout in ("Ulysses 4", "TP 2, Ulysses 2")),
     *(("gpt2-odd-vocabulary", layout) for layout in ("DP 2, ZeRO 3", "TP 2", "TP 4, SP")),
     ("llama3-untied", "TP 2, SP"),
+    *(("llama3, documents", layout) for layout in ("ring 2", "DP 2, ring 2, ZeRO 3", "TP 2, SP, ring 2", *EIGHT)),
+    *(("gpt2, documents", layout) for layout in ("Ulysses 2, ZeRO 1", "ring 4, ZeRO 2")),
 ]
-LOOKED_AT = [("gpt2", "DP 2, ZeRO 2"), ("gpt2-odd-vocabulary", "TP 2"), ("llama3", "DP 2, TP 2, SP, ZeRO 3")]
+LOOKED_AT = [
+    ("gpt2", "DP 2, ZeRO 2"),
+    ("gpt2-odd-vocabulary", "TP 2"),
+    ("llama3", "DP 2, TP 2, SP, ZeRO 3"),
+    ("llama3, documents", "TP 2, SP, ring 2"),
+    ("gpt2, documents", "Ulysses 2, ZeRO 1"),
+]
 LOOKS: dict[str, Any] = {
     "val_loss_every": 10,
     "val_max_batches": 3,
@@ -66,7 +86,7 @@ def output(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for model in dict(CASES):
             for _, job in jobs(model, ONE, {}):
                 train(job)
-    for world, layouts in ((2, TWO), (4, FOUR)):
+    for world, layouts in ((2, TWO), (4, FOUR), (8, EIGHT)):
         named = [jobs(model, layout, layouts[layout]) for model, layout in CASES if layout in layouts]
         run_ranks(world, [job for pair in named for job in pair], make_targets_sparse)
     return root

@@ -28,14 +28,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama3-tiny", {"vocab_size": 257, "n_kv_head": 2, "intermediate_size": 48}),
     "llama3-untied": ("llama3-tiny", {"vocab_size": 257, "n_kv_head": 4, "intermediate_size": 48, "tied": False}),
 }
+FLASH: dict[str, Any] = {"flash": True, "attention_backend": "tiled"}  # Triton's interpreter would take minutes
+DOCUMENTS: dict[str, Any] = {**FLASH, "separate_documents": True, "tokenizer": "bytes", "learning_rate": 5e-3}
 _SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "max_sequence_length": 32}
 
 Job = tuple[str, TrainConfig]
 
 
 def config(model: str, tokens: Path, **changes: Any) -> TrainConfig:
-    """A run of a tiny model; 8 samples a step in 2 micro-batches, however many data ranks share them."""
-    preset, overrides = MODELS[model]
+    """A run of a tiny model; 8 samples a step in 2 micro-batches, however many data ranks share them.
+
+    "..., documents" are runs in which documents do not see each other.
+    """
+    name, _, documents = model.partition(", ")
+    preset, overrides = MODELS[name]
     samples = 4 // changes.get("data_parallel", 1)
     settings: dict[str, Any] = {
         "model": preset,
@@ -49,7 +55,7 @@ def config(model: str, tokens: Path, **changes: Any) -> TrainConfig:
         "device": "cpu",
         "tensorboard": False,
     }
-    return TrainConfig(**{**settings, **changes})
+    return TrainConfig(**{**settings, **(DOCUMENTS if documents else {}), **changes})
 
 
 def free_port() -> int:

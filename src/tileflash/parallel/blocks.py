@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -90,3 +91,14 @@ def _add(blocks: list[Block], block: Block) -> None:
             blocks[index] = other._replace(queries=(other.queries[0], block.queries[1]))
             return
     blocks.append(block)
+
+
+def key_head_copies(query_heads: int, key_heads: int, ranks: int) -> int:
+    """On how many ranks of Ulysses each K/V head is; ValueError where the heads cannot be shared out."""
+    copies = ranks // math.gcd(key_heads, ranks)
+    if query_heads % (key_heads * copies):
+        raise ValueError(
+            f"there are {query_heads} heads of queries and {key_heads} of keys for {ranks} context ranks: with Ulysses the heads of "
+            "queries must be a multiple of the ranks, and each rank's must have whole heads of keys; use ring attention"
+        )
+    return copies

@@ -7,7 +7,6 @@ and no window; the messages here are PyTorch's, the attention is tileflash's.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from tileflash.attention.api import attention as tileflash_attention
 from tileflash.attention.api import to_autocast_dtype
 from tileflash.attention.band import Band, Causal
 from tileflash.attention.problem import Window, make_problem
-from tileflash.parallel.blocks import Part
+from tileflash.parallel.blocks import Part, key_head_copies
 from tileflash.parallel.ring import RingAttention, RingProblem
 
 
@@ -139,17 +138,6 @@ def ulysses_attention(
         return _exchange(attention(*whole, **options), mesh, 2, 1)
     out, lse = attention(*whole, return_lse=True, **options)
     return _exchange(out, mesh, 2, 1), _exchange(lse, mesh, 1, 2)
-
-
-def key_head_copies(query_heads: int, key_heads: int, ranks: int) -> int:
-    """On how many ranks of Ulysses each K/V head is; ValueError where the heads cannot be shared out."""
-    copies = ranks // math.gcd(key_heads, ranks)
-    if query_heads % (key_heads * copies):
-        raise ValueError(
-            f"there are {query_heads} heads of queries and {key_heads} of keys for {ranks} context ranks: with Ulysses the heads of "
-            "queries must be a multiple of the ranks, and each rank's must have whole heads of keys; use ring attention"
-        )
-    return copies
 
 
 def _exchange(x: torch.Tensor, mesh: DeviceMesh, before: int, after: int) -> torch.Tensor:

@@ -11,6 +11,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from tileflash.models import Model
+from tileflash.parallel.attention import DocumentAttention
+from tileflash.parallel.blocks import Part
+from tileflash.parallel.context import context_positions
 from tileflash.parallel.cross_entropy import vocabulary_parallel_loss_sum
 from tileflash.parallel.ranks import Ranks
 from tileflash.parallel.tensor import cut_model, first_row, local_part, whole, whole_for_parts
@@ -19,22 +22,33 @@ LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits [B, S, 
 
 
 class ParallelModel(nn.Module):
-    """tokens int64 [B, S] -> logits [B, S, vocab_size] or, with targets, the sum of this data rank's valid losses.
+    """tokens int64 [B, S] -> logits [B, S, vocab_size] or, with targets, the sum of the valid losses of this rank's positions.
 
-    `loss_sum` is the loss of whole logits, `ignored` the target that counts nothing, `dtype` that of the computation.
-    Logits and loss are the same on all ranks of a tensor group.
+    `loss_sum` is the loss of whole logits, `ignored` the target that counts nothing, `dtype` that of the computation, `documents` the
+    model's attention where it must be told of documents. Logits are the same on all ranks of a data rank, the loss on those of a
+    tensor group.
     """
 
-    def __init__(self, model: Model, ranks: Ranks, *, loss_sum: LossSum, ignored: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ranks: Ranks,
+        *,
+        loss_sum: LossSum,
+        ignored: int,
+        dtype: torch.dtype,
+        documents: DocumentAttention | None = None,
+    ) -> None:
         super().__init__()
         self.layout = ranks.layout
         self._ranks, self._loss_sum, self._ignored, self._dtype = ranks, loss_sum, ignored, dtype
-        self._mesh = ranks.mesh["tensor"]
+        self._mesh, self._context_mesh = ranks.mesh["tensor"], ranks.token_mesh["context"]
+        self._documents = documents
         self._split = Shard(1) if self.layout.sequence_parallel else Replicate()
         if self.layout.tensor > 1:
             cut_model(model, self._mesh, sequence_parallel=self.layout.sequence_parallel)
         self.model = model
-        if self.layout.data > 1:
+        if self.layout.replicas > 1:
             self._share()
 
     def _share(self) -> None:
@@ -60,19 +74,41 @@ class ParallelModel(nn.Module):
             self.set_reshard_after_backward(last or self.layout.zero_stage in (0, 3))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        if self.layout.tensor > 1:
-            return self._forward_cut(tokens, targets)
+        length = tokens.shape[1]
+        # Samples of text have any length; what comes after a token does not reach it.
+        tokens = F.pad(tokens, (0, -length % self.layout.length_multiple))
+        positions = self._positions(tokens)
+        if self._documents is not None:
+            self._documents.ids = _at(self._documents.ids_of(tokens), positions)
+        tokens = _at(tokens, positions)
+        if targets is not None:
+            targets = _at(targets, positions)
+        logits_or_loss = (
+            self._whole(tokens, targets, positions)
+            if self.layout.tensor == 1
+            else self._cut(tokens, targets, positions)
+        )
+        if targets is not None or positions is None:
+            return logits_or_loss if targets is not None else logits_or_loss[:, :length]
+        return self._whole_sequence(logits_or_loss)[:, :length]
+
+    def _positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """int64: where in the samples this rank's tokens stand; None: it has all of them."""
+        if self.layout.context == 1:
+            return None
+        return context_positions(tokens.shape[1], self._context_mesh, zigzag=self.layout.zigzag).to(tokens.device)
+
+    def _whole(
+        self, tokens: torch.Tensor, targets: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
         with self._autocast(tokens):
-            logits: torch.Tensor = self.model(tokens)
+            logits: torch.Tensor = self.model(tokens, positions)
         return logits if targets is None else self._loss_sum(logits, targets)
 
-    def _forward_cut(self, tokens: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        config, length = self.model.config, tokens.shape[1]
-        if self.layout.sequence_parallel:
-            # Samples of text have any length; what comes after a token does not reach it.
-            tokens = F.pad(tokens, (0, -length % self.layout.tensor))
+    def _cut(self, tokens: torch.Tensor, targets: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
+        config = self.model.config
         with self._autocast(tokens):
-            features = whole_for_parts(self.model.features(tokens), self._mesh, self._split)[:, :length]
+            features = whole_for_parts(self.model.features(tokens, positions), self._mesh, self._split)
             logits = F.linear(features, local_part(self.model.head_weight))  # [B, S, V of this rank]
         if targets is not None:
             return vocabulary_parallel_loss_sum(
@@ -91,5 +127,19 @@ class ParallelModel(nn.Module):
         padded = F.pad(logits, (0, rows - logits.shape[-1]))
         return whole(padded, self._mesh, Shard(2))
 
+    def _whole_sequence(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, S of this rank, V] -> [B, S, V]."""
+        ranks = self.layout.context
+        length = logits.shape[1] * ranks
+        parts = [
+            Part.of(length, rank, ranks, zigzag=self.layout.zigzag).positions(logits.device) for rank in range(ranks)
+        ]
+        return whole(logits.contiguous(), self._context_mesh, Shard(1))[:, torch.cat(parts).argsort()]
+
     def _autocast(self, tokens: torch.Tensor) -> torch.autocast:
         return torch.autocast(tokens.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32)
+
+
+def _at(x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """`x` [B, S] at this rank's positions."""
+    return x if positions is None else x[:, positions]

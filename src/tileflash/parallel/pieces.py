@@ -47,7 +47,7 @@ class Pieces:
         for name, weight in model.model.named_parameters():
             tensor_dim = _tensor_dim(weight)
             copies = 1 if tensor_dim is not None else self._layout.tensor
-            copies *= 1 if self._layout.shards_weights else self._layout.data
+            copies *= 1 if self._layout.shards_weights else self._layout.replicas
             piece_order = order if ".attention.qkv." in name else None
             local = nn.Parameter(_local(weight.detach()))
             self._pieces.append(Piece(name, weight, local, shapes[name], tensor_dim, piece_order, copies))
@@ -67,9 +67,9 @@ class Pieces:
             piece.weight.grad = None
 
     def gradient_norm_and_loss(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the whole gradient, loss of all data ranks), fp32, the same bits on all ranks.
+        """(norm of the whole gradient, loss of all ranks), fp32, the same bits on all ranks.
 
-        `loss`: this data rank's part, the same on its tensor ranks. One message for both; every number of the gradient
+        `loss`: this rank's tokens' part, the same on its tensor ranks. One message for both; every number of the gradient
         counts once, however many ranks hold it.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=loss.device)
@@ -86,7 +86,7 @@ class Pieces:
         """The whole of which `local` (a weight or a moment of it) is this rank's part. All ranks must call."""
         layout, part = self._layout, local
         if layout.shards_weights:
-            part = _gathered(part, self._tensor_part_rows(piece), 0, self._ranks.data_group, layout.data)
+            part = _gathered(part, self._tensor_part_rows(piece), 0, self._ranks.replica_group, layout.replicas)
         if piece.tensor_dim is not None:
             part = _gathered(
                 part, piece.shape[piece.tensor_dim], piece.tensor_dim, self._ranks.tensor_group, layout.tensor
@@ -103,7 +103,7 @@ class Pieces:
         if piece.tensor_dim is not None:
             part = _cut(part, piece.tensor_dim, self._layout.tensor, self._ranks.tensor_rank)
         if self._layout.shards_weights:
-            part = _cut(part, 0, self._layout.data, self._ranks.data_rank)
+            part = _cut(part, 0, self._layout.replicas, self._ranks.replica_rank)
         local.copy_(part)
 
     def _tensor_part_rows(self, piece: Piece) -> int:

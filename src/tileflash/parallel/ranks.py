@@ -58,8 +58,9 @@ class Alone(AbstractContextManager["Alone"]):
 class Ranks(AbstractContextManager["Ranks"]):
     """This process among the others, while in force.
 
-    `mesh` has the dimensions "replicate", "shard", "tensor": data ranks lie along "shard" where they share weights
-    (ZeRO 1 to 3), else along "replicate". A process group that is there already is used and left as it is.
+    `mesh` has the dimensions "replicate", "shard", "tensor": data and context ranks together lie along "shard" where they share
+    weights (ZeRO 1 to 3), else along "replicate". `token_mesh` has "data", "context", "tensor": who has which tokens. A process group
+    that is there already is used and left as it is.
     """
 
     def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
@@ -69,13 +70,25 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._device_type, self._timeout_s = device_type, timeout_s
         self._owns_group = False
         self.mesh: DeviceMesh
+        self.token_mesh: DeviceMesh
         self.data_group: ProcessGroup
+        self.replica_group: ProcessGroup
         self.tensor_group: ProcessGroup
+
+    @property
+    def replica_rank(self) -> int:
+        """Which of the `layout.replicas` this is: data ranks' context ranks are neighbours."""
+        return self.rank // self.layout.tensor
 
     @property
     def data_rank(self) -> int:
         """Which of the `layout.data` shares of the samples is this rank's."""
-        return self.rank // self.layout.tensor
+        return self.replica_rank // self.layout.context
+
+    @property
+    def context_rank(self) -> int:
+        """Which of the `layout.context` parts of each sequence is this rank's."""
+        return self.replica_rank % self.layout.context
 
     @property
     def tensor_rank(self) -> int:
@@ -94,14 +107,18 @@ class Ranks(AbstractContextManager["Ranks"]):
             backend = "cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timeout)
             self._owns_group = True
-        shape = (1, layout.data) if layout.shards_weights else (layout.data, 1)
-        names = ("replicate", "shard", "tensor")
+        shape = (1, layout.replicas) if layout.shards_weights else (layout.replicas, 1)
+        names, token_names = ("replicate", "shard", "tensor"), ("data", "context", "tensor")
         self.mesh = init_device_mesh(self._device_type, (*shape, layout.tensor), mesh_dim_names=names)
-        self.data_group = self.mesh.get_group("shard" if layout.shards_weights else "replicate")
+        sizes = (layout.data, layout.context, layout.tensor)
+        self.token_mesh = init_device_mesh(self._device_type, sizes, mesh_dim_names=token_names)
+        self.replica_group = self.mesh.get_group("shard" if layout.shards_weights else "replicate")
         self.tensor_group = self.mesh.get_group("tensor")
+        self.data_group = self.token_mesh.get_group("data")
         if self._owns_group:
-            for name in names:  # a mesh gives its groups PyTorch's default, up to half an hour
-                _set_pg_timeout(timeout, self.mesh.get_group(name))
+            for mesh, dimensions in ((self.mesh, names), (self.token_mesh, token_names)):
+                for name in dimensions:  # a mesh gives its groups PyTorch's default, up to half an hour
+                    _set_pg_timeout(timeout, mesh.get_group(name))
         return self
 
     def __exit__(

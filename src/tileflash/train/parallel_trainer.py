@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tileflash.models import AttentionFunction
+from tileflash.parallel.attention import ContextAttention
 from tileflash.parallel.model import ParallelModel
 from tileflash.parallel.pieces import Piece, Pieces
 from tileflash.parallel.ranks import Ranks
@@ -50,11 +52,23 @@ class ParallelTrainer(Trainer):
         model = self._whole_model(from_start=from_start)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.model = ParallelModel(
-            model, self.ranks, loss_sum=token_loss_sum, ignored=IGNORED_TARGET, dtype=self.setup.dtype
+            model,
+            self.ranks,
+            loss_sum=token_loss_sum,
+            ignored=IGNORED_TARGET,
+            dtype=self.setup.dtype,
+            documents=self.documents,
         )
         self.pieces = Pieces(self.model, self.ranks, shapes)
         parameters = [piece.local for piece in self.pieces]
         self.optimizer = optimizer_of(parameters, self.config.learning_rate, self.config.weight_decay)
+
+    def _attention(self) -> AttentionFunction:
+        layout, whole = self.ranks.layout, self.setup.attention
+        if layout.context == 1:
+            return whole
+        mesh = self.ranks.token_mesh["context"]
+        return ContextAttention(mesh, layout.context_kind, whole, self.config.attention_backend)
 
     def _open_data(self) -> DataSource:
         return DataSource(
@@ -107,8 +121,10 @@ class ParallelTrainer(Trainer):
             tokens, targets = (part.to(device) for part in batches[index if counts else -1])
             loss = self.model(tokens, targets)
             if counts:
-                sums += torch.stack([loss.double(), (targets != IGNORED_TARGET).sum().double()])
-        dist.all_reduce(sums, group=ranks.data_group)
+                # Of a sequence that several ranks share each has a part of the loss; its tokens are counted once.
+                valid = (targets != IGNORED_TARGET).sum().double() / ranks.layout.context
+                sums += torch.stack([loss.double(), valid])
+        dist.all_reduce(sums, group=ranks.replica_group)
         self.logs.validation(self.step, float(sums[0] / sums[1]))
 
     def _write_sample(self) -> None:

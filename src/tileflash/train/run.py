@@ -37,7 +37,14 @@ _DEFAULTS = {
 
 def run(config: TrainConfig) -> TrainResult:
     """See `tileflash.train.train`."""
-    layout = Layout(config.data_parallel, config.tensor_parallel, config.sequence_parallel, config.zero_stage)
+    layout = Layout(
+        data=config.data_parallel,
+        tensor=config.tensor_parallel,
+        sequence_parallel=config.sequence_parallel,
+        zero_stage=config.zero_stage,
+        context=config.context_parallel,
+        context_kind=config.context_parallel_kind,
+    )
     ranks = join(layout, functools.partial(rank_device, config.device), config.rank_timeout)
     terminal = (Terminal if ranks.is_first else Silence)(config.num_iteration, layout.label)
     with ExitStack() as stack:
@@ -143,7 +150,8 @@ def _introduce(config: TrainConfig, setup: Setup, logs: Logs, ranks: Alone | Ran
     dtype = str(setup.dtype).removeprefix("torch.")
     where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "CPU"
     logs.say(f"model: {config.model}, {parameter_count(setup.model):,} parameters, {dtype} on {where}")
-    logs.say(f"attention: {setup.attention_name}")
+    documents = "" if setup.document_start is None else f", of documents that begin at token {setup.document_start}"
+    logs.say(f"attention: {setup.attention_name}{documents}")
     if config.fused_operators:
         logs.say("operators: fused, and logits never whole (docs/operators.md)")
     layout = ranks.layout
