@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.ranks import config, last_tensors, run_ranks, steps
+from support.ranks import FLASH, config, last_tensors, run_ranks, steps
 from tileflash.train import TrainConfig, train
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -18,6 +18,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP 2, ZeRO 1": {"data_parallel": 2, "zero_stage": 1},
     "TP 2": {"tensor_parallel": 2},
     "DP 2, ZeRO 3": {"data_parallel": 2, "zero_stage": 3},
+    "PP 2": {"pipeline_parallel": 2},
+    "ring 2, ZeRO 2": {"context_parallel": 2, "zero_stage": 2, **FLASH},
 }
 STOP, LAST = 4, 8
 

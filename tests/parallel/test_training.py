@@ -20,6 +20,8 @@ ONE = "one rank"
 SP: dict[str, Any] = {"sequence_parallel": True}
 RING: dict[str, Any] = {"context_parallel": 2, **FLASH}
 ULYSSES: dict[str, Any] = {**RING, "context_parallel_kind": "ulysses"}
+PP: dict[str, Any] = {"pipeline_parallel": 2}
+ZB: dict[str, Any] = {**PP, "pipeline_schedule": "zb"}
 TWO: dict[str, dict[str, Any]] = {
     "DP 2": {"data_parallel": 2},
     **{f"DP 2, ZeRO {stage}": {"data_parallel": 2, "zero_stage": stage} for stage in (1, 2, 3)},
@@ -27,6 +29,10 @@ TWO: dict[str, dict[str, Any]] = {
     "TP 2, SP": {"tensor_parallel": 2, **SP},
     "ring 2": RING,
     "Ulysses 2, ZeRO 1": {**ULYSSES, "zero_stage": 1},
+    "1F1B 2": PP,
+    "GPipe 2": {**PP, "pipeline_schedule": "gpipe"},
+    "interleaved 2": {**PP, "pipeline_schedule": "interleaved"},
+    "zero bubble 2": ZB,
 }
 FOUR: dict[str, dict[str, Any]] = {
     "DP 4, ZeRO 3": {"data_parallel": 4, "zero_stage": 3},
@@ -39,18 +45,33 @@ FOUR: dict[str, dict[str, Any]] = {
     "DP 2, ring 2, ZeRO 3": {**RING, "data_parallel": 2, "zero_stage": 3},
     "TP 2, SP, ring 2": {**RING, "tensor_parallel": 2, **SP},
     "TP 2, Ulysses 2": {**ULYSSES, "tensor_parallel": 2},
+    "1F1B 4": {"pipeline_parallel": 4, "batch_size": 2},
+    "1F1B 2, DP 2": {**PP, "data_parallel": 2},
+    "1F1B 2, TP 2, SP": {**PP, "tensor_parallel": 2, **SP},
+    "interleaved 2, Ulysses 2": {**PP, "pipeline_schedule": "interleaved", **ULYSSES},
+    "zero bubble 2, DP 2, ZeRO 3": {**ZB, "data_parallel": 2, "zero_stage": 3},
+    "zero bubble 2, TP 2": {**ZB, "tensor_parallel": 2},
+    "zero bubble 2, ring 2": {**ZB, **RING},
 }
 EIGHT: dict[str, dict[str, Any]] = {
     "DP 2, TP 2, SP, ring 2, ZeRO 1": {**RING, "data_parallel": 2, "tensor_parallel": 2, "zero_stage": 1, **SP},
+    "1F1B 2, TP 2, ring 2": {**PP, "tensor_parallel": 2, **RING},
 }
 CASES = [
-    *(("gpt2", layout) for layout in (*TWO, "DP 4, ZeRO 3", "DP 2, TP 2", "DP 2, TP 2, ZeRO 1", "TP 2, SP, ring 2")),
+    *(("gpt2", layout) for layout in ("DP 2", "DP 2, ZeRO 1", "DP 2, ZeRO 2", "DP 2, ZeRO 3", "TP 2", "TP 2, SP")),
+    *(("gpt2", layout) for layout in ("ring 2", "Ulysses 2, ZeRO 1")),
+    *(("gpt2", layout) for layout in ("DP 4, ZeRO 3", "DP 2, TP 2", "DP 2, TP 2, ZeRO 1", "TP 2, SP, ring 2")),
     *(("llama3", layout) for layout in ("DP 2, ZeRO 3", "TP 2", "TP 2, SP", "DP 2, TP 2, SP, ZeRO 3")),
     *(("llama3", layout) for layout in ("Ulysses 4", "TP 2, Ulysses 2")),
     *(("gpt2-odd-vocabulary", layout) for layout in ("DP 2, ZeRO 3", "TP 2", "TP 4, SP")),
     ("llama3-untied", "TP 2, SP"),
     *(("llama3, documents", layout) for layout in ("ring 2", "DP 2, ring 2, ZeRO 3", "TP 2, SP, ring 2", *EIGHT)),
     *(("gpt2, documents", layout) for layout in ("Ulysses 2, ZeRO 1", "ring 4, ZeRO 2")),
+    *(("gpt2", layout) for layout in ("1F1B 2", "GPipe 2", "1F1B 2, DP 2")),
+    *(("llama3-untied", layout) for layout in ("1F1B 2", "1F1B 2, TP 2, SP")),
+    *(("gpt2-4-layers", layout) for layout in ("zero bubble 2", "1F1B 4", "zero bubble 2, DP 2, ZeRO 3")),
+    *(("gpt2-4-layers", layout) for layout in ("zero bubble 2, TP 2", "interleaved 2, Ulysses 2")),
+    *(("llama3-5-layers, documents", layout) for layout in ("interleaved 2", "zero bubble 2, ring 2")),
 ]
 LOOKED_AT = [
     ("gpt2", "DP 2, ZeRO 2"),
@@ -58,6 +79,8 @@ LOOKED_AT = [
     ("llama3", "DP 2, TP 2, SP, ZeRO 3"),
     ("llama3, documents", "TP 2, SP, ring 2"),
     ("gpt2, documents", "Ulysses 2, ZeRO 1"),
+    ("llama3-untied", "1F1B 2, TP 2, SP"),
+    ("llama3-5-layers, documents", "zero bubble 2, ring 2"),
 ]
 LOOKS: dict[str, Any] = {
     "val_loss_every": 10,

@@ -16,10 +16,10 @@ CONTEXT_KINDS = ("ring", "ulysses")
 
 @dataclass(frozen=True)
 class Layout:
-    """`data` x `context` x `tensor` ranks, numbered with the last one fastest.
+    """`pipeline` x `data` x `context` x `tensor` ranks, numbered with the last one fastest.
 
     `zero_stage`: what ranks that would hold copies of the weights (data and context ranks) hold one part each of instead;
-    `context_kind`: what context ranks do to share a sequence. See docs/parallel.md.
+    `context_kind`: what context ranks do to share a sequence; `schedule`: in which order pipeline ranks work. See docs/parallel.md.
     """
 
     data: int = 1
@@ -28,11 +28,18 @@ class Layout:
     zero_stage: int = 0
     context: int = 1
     context_kind: str = "ring"
+    pipeline: int = 1
+    schedule: str = "1f1b"
 
     @property
     def ranks(self) -> int:
         """How many processes there are."""
-        return self.data * self.context * self.tensor
+        return self.pipeline * self.data * self.context * self.tensor
+
+    @property
+    def stages(self) -> int:
+        """Parts into which the layers are cut: one for each pipeline rank, or two where the schedule goes round twice."""
+        return self.pipeline * (2 if self.pipeline > 1 and self.schedule in ("interleaved", "zb") else 1)
 
     @property
     def replicas(self) -> int:
@@ -61,11 +68,13 @@ class Layout:
         sequence = self.tensor if self.sequence_parallel else 1
         context = f", CP={self.context}" if self.context > 1 else ""
         zero = f", ZeRO={self.zero_stage}" if self.replicas > 1 else ""
-        return f"DP={self.data}, TP={self.tensor}, SP={sequence}, PP=1{context}{zero}"
+        return f"DP={self.data}, TP={self.tensor}, SP={sequence}, PP={self.pipeline}{context}{zero}"
 
     def check_world(self, world_size: int | None) -> None:
         """ValueError unless the layout takes exactly `world_size` ranks; None: not started by torchrun."""
         factors = {"data_parallel": self.data, "tensor_parallel": self.tensor}
+        if self.pipeline > 1:
+            factors["pipeline_parallel"] = self.pipeline
         if self.context > 1:
             factors["context_parallel"] = self.context
         numbers = " * ".join(str(number) for number in factors.values())
@@ -80,6 +89,18 @@ class Layout:
             fitting = f"--data-parallel {world_size // others}" if world_size % others == 0 else "others"
             raise ValueError(f"{product}: it must be the number of ranks, {world_size} (for example {fitting})")
 
+    def check_micro_batches(self, micro_batches: int) -> None:
+        """ValueError where the pipeline's schedule cannot run this many micro-batches in a step."""
+        if self.pipeline == 1:
+            return
+        rounds = max(1, micro_batches // self.pipeline)
+        told = f"a step has {micro_batches} micro-batches (total_batch_size / (batch_size * sequence_length * data_parallel))"
+        if self.schedule == "1f1b" and micro_batches < self.pipeline:
+            raise ValueError(f"{told}: with 1f1b it must have at least pipeline_parallel, {self.pipeline}")
+        if self.stages > self.pipeline and micro_batches % rounds:
+            fitting = micro_batches // self.pipeline * self.pipeline
+            raise ValueError(f"{told}: with {self.schedule} it must be a multiple of {rounds} (for example {fitting})")
+
     def check_model(self, model: ModelConfig, sequence_length: int) -> None:
         """ValueError where the ranks cannot share the model: what is cut by heads, columns or positions must divide."""
         tensor = self.tensor
@@ -89,6 +110,11 @@ class Layout:
                 raise ValueError(
                     f"tensor_parallel is {tensor}: it must divide {name}, {value}, for each rank has whole ones"
                 )
+        if model.n_layer < self.stages:
+            twice = f", and {self.schedule} gives each two of its stages" if self.stages > self.pipeline else ""
+            raise ValueError(
+                f"pipeline_parallel is {self.pipeline}{twice}: n_layer, {model.n_layer}, must be at least {self.stages}"
+            )
         if sequence_length % self.length_multiple:
             given = [f"tensor_parallel, {tensor}"] if self.sequence_parallel else []
             if self.context > 1:

@@ -58,9 +58,9 @@ class Alone(AbstractContextManager["Alone"]):
 class Ranks(AbstractContextManager["Ranks"]):
     """This process among the others, while in force.
 
-    `mesh` has the dimensions "replicate", "shard", "tensor": data and context ranks together lie along "shard" where they share
-    weights (ZeRO 1 to 3), else along "replicate". `token_mesh` has "data", "context", "tensor": who has which tokens. A process group
-    that is there already is used and left as it is.
+    `mesh` has the dimensions "pipeline", "replicate", "shard", "tensor": data and context ranks together lie along "shard" where
+    they share weights (ZeRO 1 to 3), else along "replicate". `token_mesh` has "pipeline", "data", "context", "tensor": who has which
+    tokens. A process group that is there already is used and left as it is.
     """
 
     def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
@@ -74,11 +74,22 @@ class Ranks(AbstractContextManager["Ranks"]):
         self.data_group: ProcessGroup
         self.replica_group: ProcessGroup
         self.tensor_group: ProcessGroup
+        self.pipeline_group: ProcessGroup
+        self.tied_group: ProcessGroup | None = None  # of the first and last pipeline ranks, which may share a weight
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which of the `layout.pipeline` parts of the layers is this rank's."""
+        return self.rank // (self.layout.tensor * self.layout.replicas)
 
     @property
     def replica_rank(self) -> int:
         """Which of the `layout.replicas` this is: data ranks' context ranks are neighbours."""
-        return self.rank // self.layout.tensor
+        return self.rank // self.layout.tensor % self.layout.replicas
+
+    def first_of(self, pipeline_rank: int) -> int:
+        """The number of the first rank that has that part of the layers."""
+        return pipeline_rank * self.layout.tensor * self.layout.replicas
 
     @property
     def data_rank(self) -> int:
@@ -108,13 +119,19 @@ class Ranks(AbstractContextManager["Ranks"]):
             dist.init_process_group(backend, timeout=timeout)
             self._owns_group = True
         shape = (1, layout.replicas) if layout.shards_weights else (layout.replicas, 1)
-        names, token_names = ("replicate", "shard", "tensor"), ("data", "context", "tensor")
-        self.mesh = init_device_mesh(self._device_type, (*shape, layout.tensor), mesh_dim_names=names)
-        sizes = (layout.data, layout.context, layout.tensor)
+        names = ("pipeline", "replicate", "shard", "tensor")
+        token_names = ("pipeline", "data", "context", "tensor")
+        self.mesh = init_device_mesh(self._device_type, (layout.pipeline, *shape, layout.tensor), mesh_dim_names=names)
+        sizes = (layout.pipeline, layout.data, layout.context, layout.tensor)
         self.token_mesh = init_device_mesh(self._device_type, sizes, mesh_dim_names=token_names)
         self.replica_group = self.mesh.get_group("shard" if layout.shards_weights else "replicate")
         self.tensor_group = self.mesh.get_group("tensor")
         self.data_group = self.token_mesh.get_group("data")
+        self.pipeline_group = self.mesh.get_group("pipeline")
+        if layout.pipeline > 1:
+            ends = [[rank, self.first_of(layout.pipeline - 1) + rank] for rank in range(self.first_of(1))]
+            group, _ = dist.new_subgroups_by_enumeration(ends, timeout=timeout)
+            self.tied_group = group if isinstance(group, dist.ProcessGroup) else None
         if self._owns_group:
             for mesh, dimensions in ((self.mesh, names), (self.token_mesh, token_names)):
                 for name in dimensions:  # a mesh gives its groups PyTorch's default, up to half an hour

@@ -131,6 +131,14 @@ class TrainConfig:
     sequence_parallel: bool = _option(
         False, "tensor ranks also share what lies between the products, along the sequence", "Parallel"
     )
+    pipeline_parallel: int = _option(1, "ranks that share the layers, a run of them each", "Parallel", minimum=1)
+    pipeline_schedule: str = _option(
+        "1f1b",
+        "in which order: gpipe, 1f1b, interleaved (two runs of layers a rank) or zb (the same, and the gradients of weights are "
+        "computed where a rank would wait)",
+        "Parallel",
+        choices=("gpipe", "1f1b", "interleaved", "zb"),
+    )
     context_parallel: int = _option(
         1, "ranks that share each sequence, along its length; needs --flash", "Parallel", minimum=1
     )
@@ -235,7 +243,8 @@ class TrainConfig:
             raise ValueError(
                 f"context_parallel is {self.context_parallel} and flash is off: the baseline needs whole sequences; add --flash"
             )
-        if self.cuda_graph and self.data_parallel * self.tensor_parallel * self.context_parallel > 1:
+        parallel = (self.data_parallel, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
+        if self.cuda_graph and math.prod(parallel) > 1:
             raise ValueError("cuda_graph is set: steps of several ranks are not captured; it must be off")
 
     def _check_output(self) -> None:

@@ -44,7 +44,10 @@ def run(config: TrainConfig) -> TrainResult:
         zero_stage=config.zero_stage,
         context=config.context_parallel,
         context_kind=config.context_parallel_kind,
+        pipeline=config.pipeline_parallel,
+        schedule=config.pipeline_schedule,
     )
+    layout.check_micro_batches(config.micro_batches)
     ranks = join(layout, functools.partial(rank_device, config.device), config.rank_timeout)
     terminal = (Terminal if ranks.is_first else Silence)(config.num_iteration, layout.label)
     with ExitStack() as stack:
