@@ -109,7 +109,17 @@ def test_nan_on_one_rank_skips_the_step_on_all(tokens: Path, tmp_path: Path) -> 
     assert find_fault(checkpoints(tmp_path)[-1][1]) is None
 
 
-def test_by_torchrun_and_with_wrong_numbers(tokens: Path) -> None:
+# What torchrun starts twice: the first time rank 1 is killed at its third step.
+KILLED_ONCE = """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    {kill}
+from tileflash.cli import main
+main()
+"""
+
+
+def test_by_torchrun_which_restarts_and_with_wrong_numbers(tokens: Path, tmp_path: Path) -> None:
     torchrun = [
         sys.executable,
         "-m",
@@ -117,19 +127,23 @@ def test_by_torchrun_and_with_wrong_numbers(tokens: Path) -> None:
         "--standalone",
         "--nproc-per-node",
         "2",
-        "-m",
-        "tileflash",
     ]
     environment = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": ""}
 
-    def run(*more: object) -> subprocess.CompletedProcess[str]:
-        command = [*torchrun, "train", *map(str, arguments(tokens, "--num-iteration", 2, *more))]
+    def run(program: list[object], *more: object) -> subprocess.CompletedProcess[str]:
+        command = [*torchrun, *map(str, program), "train", *map(str, arguments(tokens, "--num-iteration", 4, *more))]
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
-    done = run("--tensor-parallel", 2, "--sequence-parallel")
+    script = tmp_path / "killed_once.py"
+    kill = AT_STEP_3.format(action="os.kill(os.getpid(), signal.SIGKILL)")
+    script.write_text(KILLED_ONCE.format(kill=kill.strip().replace("\n", "\n    ")))
+    saves = ("--output", tmp_path / "run", "--save-every", 1)
+    done = run(["--max-restarts", 1, script], "--tensor-parallel", 2, "--sequence-parallel", *saves)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert [line.endswith("DP=1, TP=2, SP=2, PP=1)") for line in lines] == [True, True]
-    wrong = run("--data-parallel", 3)
+    assert [line[:8] for line in lines] == [f"step {step}/4" for step in (1, 2, 3, 4)]
+    assert all(line.endswith("DP=1, TP=2, SP=2, PP=1)") for line in lines)
+    assert "(step 2)" in done.stdout  # where it went on from, without --resume
+    wrong = run(["-m", "tileflash"], "--data-parallel", 3)
     assert wrong.returncode == 1  # torchrun's own
     assert "data_parallel * tensor_parallel is 3 * 1 = 3: it must be the number of ranks, 2" in wrong.stderr

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.ranks import FLASH, config, last_tensors, run_ranks, steps
-from support.sparse_targets import make_targets_sparse, sparse_batch
-from tileflash.data import BatchLoader
+from support.ranks import FLASH, Job, config, run_ranks, steps, tensors_of
+from support.sparse_targets import AFTER_THE_FIRST, prepare
 from tileflash.train import train
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -97,21 +96,20 @@ def output(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One rank's and several ranks' runs: of each case a log of 20 steps, and a checkpoint after the first step."""
     root = tmp_path_factory.mktemp("ranks")
 
-    def jobs(model: str, layout: str, settings: dict[str, Any]) -> list:
+    def job(model: str, layout: str, settings: dict[str, Any]) -> Job:
         name = f"{model}, {layout}"
         looks = LOOKS | {"input_val_bin": str(tokens)} if layout == ONE or (model, layout) in LOOKED_AT else {}
-        long = config(model, tokens, log_json=str(root / f"{name}.jsonl"), **looks, **settings)
-        return [(name, long), (name, config(model, tokens, num_iteration=1, output=str(root / name), **settings))]
+        saves = {"output": str(root / name), "save_every": AFTER_THE_FIRST}
+        return name, config(model, tokens, log_json=str(root / f"{name}.jsonl"), **looks, **saves, **settings)
 
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BatchLoader, "batch", sparse_batch)
+        prepare(0, patch)
         for model in dict(CASES):
-            for _, job in jobs(model, ONE, {}):
-                train(job)
+            train(job(model, ONE, {})[1])
     for world, layouts in ((2, TWO), (4, FOUR), (8, EIGHT)):
-        named = [jobs(model, layout, layouts[layout]) for model, layout in CASES if layout in layouts]
-        run_ranks(world, [job for pair in named for job in pair], make_targets_sparse)
+        jobs = [job(model, layout, layouts[layout]) for model, layout in CASES if layout in layouts]
+        run_ranks(world, jobs, prepare)
     return root
 
 
@@ -127,7 +125,7 @@ def test_losses_and_norms_are_those_of_one_rank(output: Path, model: str, layout
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_weights_and_moments_after_one_step_are_those_of_one_rank(output: Path, model: str, layout: str) -> None:
     """The first moment after one step is a tenth of the clipped gradient."""
-    one, several = (last_tensors(output / f"{model}, {which}") for which in (ONE, layout))
+    one, several = (tensors_of(output / f"{model}, {which}", step=1) for which in (ONE, layout))
     assert several.keys() == one.keys()
     for name, expected in one.items():
         largest = float(expected.abs().max())

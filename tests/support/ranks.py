@@ -169,9 +169,9 @@ def steps(log: Path) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "step"]
 
 
-def last_tensors(output: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the last checkpoint but the random states."""
-    path = checkpoints(output)[-1][1]
+def tensors_of(output: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of the checkpoint of `step` but the random states."""
+    path = dict(checkpoints(output))[step]
     stored = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ import torch
 from tileflash.parallel.layout import SINGLE, Layout
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
@@ -32,6 +32,11 @@ def world_size_from_environment() -> int | None:
         return None
     size = int(os.environ["WORLD_SIZE"])
     return size if size > 1 else None
+
+
+def restarts_from_environment() -> int:
+    """How often torchrun (--max-restarts) has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 class Alone(AbstractContextManager["Alone"]):
@@ -116,7 +121,9 @@ class Ranks(AbstractContextManager["Ranks"]):
             torch.cuda.set_device(self.local_rank)  # before NCCL looks for its GPU
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(
+                backend, store=self._store(timeout), rank=self.rank, world_size=layout.ranks, timeout=timeout
+            )
             self._owns_group = True
         shape = (1, layout.replicas) if layout.shards_weights else (layout.replicas, 1)
         names = ("pipeline", "replicate", "shard", "tensor")
@@ -137,6 +144,18 @@ class Ranks(AbstractContextManager["Ranks"]):
                 for name in dimensions:  # a mesh gives its groups PyTorch's default, up to half an hour
                     _set_pg_timeout(timeout, mesh.get_group(name))
         return self
+
+    def _store(self, timeout: timedelta) -> Store:
+        """Where the ranks leave their addresses for each other, by torchrun's environment."""
+        import torch.distributed as dist
+
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun's agent keeps one store for all its restarts, and PyTorch believes that it makes a new one each time (2.13): a rank
+        # could then take the address of one that has died for its successor's, and wait for it. Agents of several hosts may count
+        # differently, and need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead.
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == self.layout.ranks:
+            store = dist.PrefixStore(f"attempt_{restarts_from_environment()}", store)
+        return store
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -16,7 +16,7 @@ import torch
 from tileflash.environment import environment
 from tileflash.models import parameter_count
 from tileflash.parallel.layout import Layout
-from tileflash.parallel.ranks import Alone, Ranks, join
+from tileflash.parallel.ranks import Alone, Ranks, join, restarts_from_environment
 from tileflash.train.checkpoint import read_state
 from tileflash.train.config import TrainConfig
 from tileflash.train.errors import RankLostError, TrainingOutOfMemoryError, is_out_of_memory, out_of_memory_message
@@ -53,7 +53,7 @@ def run(config: TrainConfig) -> TrainResult:
     with ExitStack() as stack:
         stack.enter_context(_deterministic(config.deterministic))
         stack.enter_context(ranks)
-        output = Output(config, terminal.say)
+        output = Output(config, terminal.say, restarted=restarts_from_environment() > 0)
         ranks.first(lambda: stack.enter_context(output))
         setup = ranks.in_turn(lambda: prepare_setup(config, layout, ranks.local_rank))
         checkpoint: Path | None = ranks.share(output.checkpoint)
