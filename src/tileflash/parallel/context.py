@@ -32,6 +32,22 @@ def context_positions(length: int, mesh: DeviceMesh, *, zigzag: bool) -> torch.T
     return Part.of(length, mesh.get_local_rank(), mesh.size(), zigzag=zigzag).positions()
 
 
+class Positions:
+    """`context_positions` on a device, made once for each length: a copy to a GPU would make the host wait in every pass."""
+
+    def __init__(self, mesh: DeviceMesh, *, zigzag: bool) -> None:
+        self._mesh, self._zigzag = mesh, zigzag
+        self._made: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def __call__(self, length: int, device: torch.device) -> torch.Tensor:
+        """int64 [length / ranks]; ValueError as there."""
+        found = self._made.get((length, device))
+        if found is None:
+            found = context_positions(length, self._mesh, zigzag=self._zigzag).to(device)
+            self._made[length, device] = found
+        return found
+
+
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from tileflash.models import Model
 from tileflash.parallel.attention import DocumentAttention
 from tileflash.parallel.blocks import Part
-from tileflash.parallel.context import context_positions
+from tileflash.parallel.context import Positions
 from tileflash.parallel.pipeline import Pipeline, layers_of_stages
 from tileflash.parallel.ranks import Ranks
 from tileflash.parallel.stage import LossSum, Stage
@@ -44,6 +44,7 @@ class ParallelModel(nn.Module):
         self.config, self.layout = model.config, ranks.layout
         self._ranks, self._documents = ranks, documents
         self._context_mesh = ranks.token_mesh["context"]
+        self._positions = Positions(self._context_mesh, zigzag=self.layout.zigzag)
         self._pipeline: Pipeline | None = None  # from the first step on
         if self.layout.tensor > 1:
             cut_model(model, ranks.mesh["tensor"], sequence_parallel=self.layout.sequence_parallel)
@@ -108,8 +109,7 @@ class ParallelModel(nn.Module):
         if self._documents is not None:
             inputs["document_ids"] = self._documents.ids_of(tokens)
         if self.layout.context > 1:
-            positions = context_positions(tokens.shape[1], self._context_mesh, zigzag=self.layout.zigzag)
-            positions = positions.to(tokens.device)
+            positions = self._positions(tokens.shape[1], tokens.device)
             tokens, inputs = tokens[:, positions], {name: tensor[:, positions] for name, tensor in inputs.items()}
         return tokens, inputs
 

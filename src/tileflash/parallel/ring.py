@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round, queries stay, and no rank ever holds more than two ranks' keys.
+"""Ring attention: keys and values go round, queries stay, and no rank ever holds the keys of more than two others.
 
 Liu et al., "Ring Attention with Blockwise Transformers", 2023. Forward, each rank merges what its queries get from one part of
 the keys after the other by their log-sum-exps. Backward, the keys go round once more with their gradients behind them; the kernels

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tileflash.models import GPT2, Model
 from tileflash.parallel.attention import DocumentAttention
-from tileflash.parallel.context import context_positions
+from tileflash.parallel.context import Positions
 from tileflash.parallel.cross_entropy import vocabulary_parallel_loss_sum
 from tileflash.parallel.ranks import Ranks
 from tileflash.parallel.tensor import first_row, local_part, whole, whole_for_parts
@@ -49,7 +49,8 @@ class Stage(nn.Module):
         self.index, self.is_first, self.is_last = index, index == 0, index == count - 1
         self.layout = ranks.layout
         self._ranks, self._loss_sum, self._ignored, self._dtype = ranks, loss_sum, ignored, dtype
-        self._mesh, self._context_mesh = ranks.mesh["tensor"], ranks.token_mesh["context"]
+        self._mesh = ranks.mesh["tensor"]
+        self._positions = Positions(ranks.token_mesh["context"], zigzag=self.layout.zigzag)
         self._documents = documents
         self._split = Shard(1) if self.layout.sequence_parallel else Replicate()
         self.model = _part_of(model, layers, first=self.is_first, last=self.is_last)
@@ -89,8 +90,7 @@ class Stage(nn.Module):
             length *= self.layout.tensor
         positions = None
         if self.layout.context > 1:
-            positions = context_positions(length * self.layout.context, self._context_mesh, zigzag=self.layout.zigzag)
-            positions = positions.to(x.device)
+            positions = self._positions(length * self.layout.context, x.device)
         if self._documents is not None:
             self._documents.ids = document_ids
         with torch.autocast(x.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
