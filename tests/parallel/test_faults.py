@@ -119,31 +119,34 @@ main()
 """
 
 
-def test_by_torchrun_which_restarts_and_with_wrong_numbers(tokens: Path, tmp_path: Path) -> None:
+def test_wrong_numbers_are_told_by_all(tokens: Path, tmp_path: Path) -> None:
+    for rank in start_ranks(2, arguments(tokens, "--data-parallel", 3), tmp_path):
+        status, _, error = rank.end(60)
+        assert status == 2
+        assert "data_parallel * tensor_parallel is 3 * 1 = 3: it must be the number of ranks, 2" in error
+
+
+def test_torchrun_restarts_what_was_killed(tokens: Path, tmp_path: Path) -> None:
+    script = tmp_path / "killed_once.py"
+    kill = AT_STEP_3.format(action="os.kill(os.getpid(), signal.SIGKILL)")
+    script.write_text(KILLED_ONCE.format(kill=kill.strip().replace("\n", "\n    ")))
     torchrun = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
+        2,
+        "--max-restarts",
+        1,
     ]
+    layout = ("--tensor-parallel", 2, "--sequence-parallel")
+    given = arguments(tokens, "--num-iteration", 4, *layout, "--output", tmp_path / "run", "--save-every", 1)
     environment = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": ""}
-
-    def run(program: list[object], *more: object) -> subprocess.CompletedProcess[str]:
-        command = [*torchrun, *map(str, program), "train", *map(str, arguments(tokens, "--num-iteration", 4, *more))]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-
-    script = tmp_path / "killed_once.py"
-    kill = AT_STEP_3.format(action="os.kill(os.getpid(), signal.SIGKILL)")
-    script.write_text(KILLED_ONCE.format(kill=kill.strip().replace("\n", "\n    ")))
-    saves = ("--output", tmp_path / "run", "--save-every", 1)
-    done = run(["--max-restarts", 1, script], "--tensor-parallel", 2, "--sequence-parallel", *saves)
+    command = [*map(str, [*torchrun, script, "train", *given])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert [line[:8] for line in lines] == [f"step {step}/4" for step in (1, 2, 3, 4)]
     assert all(line.endswith("DP=1, TP=2, SP=2, PP=1)") for line in lines)
     assert "(step 2)" in done.stdout  # where it went on from, without --resume
-    wrong = run(["-m", "tileflash"], "--data-parallel", 3)
-    assert wrong.returncode == 1  # torchrun's own
-    assert "data_parallel * tensor_parallel is 3 * 1 = 3: it must be the number of ranks, 2" in wrong.stderr
