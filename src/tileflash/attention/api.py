@@ -92,7 +92,7 @@ def attention(  # type: ignore[misc]  # the overloads are about return_lse alone
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_tensors(q, k, v)  # raises, naming the one that is none
-    q, k, v = _autocast(q, k, v)
+    q, k, v = to_autocast_dtype(q, k, v)
     plain = (
         bias is None and alibi_slopes is None and sinks is None and document_ids is None and prefix_lengths is None
         and dropout_p == 0 and softcap == 0 and not allow_tf32
@@ -174,7 +174,7 @@ def attention_varlen(  # type: ignore[misc]  # as above
             raise ValueError(f"{name} must be a tensor [total, heads, head dimension], got {got}")
     if validate is None:
         validate = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    packed_q, packed_k, packed_v = _autocast(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
+    packed_q, packed_k, packed_v = to_autocast_dtype(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
     check_tensors(packed_q, packed_k, packed_v)
     cu_seqlens, longest = check_cu_seqlens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
     options = make_options(
@@ -219,7 +219,7 @@ def explain(
     Takes every argument of `attention`. Raises ValueError as it does, except that a problem nobody serves is explained.
     """
     check_tensors(q, k, v)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = to_autocast_dtype(q, k, v)
     if options.get("dropout_seed") is None:  # any seed: what is only explained must not move a generator
         options = {**options, "dropout_seed": 0, "generator": None}
     made = make_options(q, k, **options, top_left=causal == "top-left")
@@ -303,7 +303,7 @@ def _look(options: Options) -> tuple[Any, ...]:
     return features_of(options), torch.is_grad_enabled() and options.requires_grad
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def to_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in autocast's dtype where it is on for their device, as it does for matrix products; fp64 stays as it is."""
     if not torch._C._is_any_autocast_enabled():
         return q, k, v
