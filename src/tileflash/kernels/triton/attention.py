@@ -200,8 +200,6 @@ def _bias_gradient(
     batch, query_length, key_length = sizes.batch, sizes.query_length, sizes.key_length
     if options.packed:
         batch, query_length, key_length = sizes.sequences, options.max_seqlen_q, options.max_seqlen_k
-    if bias.numel() == 0:  # of no keys
-        return torch.zeros_like(bias)
     bias_batch, bias_heads, bias_queries, bias_keys = bias.shape
     tile = sizes.tile("bias")
     own_tiles = -(-bias_queries // tile.block_m) * -(-bias_keys // tile.block_n) * bias_batch * bias_heads
