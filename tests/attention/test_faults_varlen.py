@@ -231,6 +231,75 @@ def test_packed_sequences_with_every_kind_of_mask(backend: str, device: str) -> 
         torch.testing.assert_close(out[rows], one[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize(
+    "wrong", [[0, 5, 3, 8], [2, 5, 8, 8], [0, 50, 9, 9], [-7, 5, 8, 8], [8, 5, 3, 0], [3, 3, 3, 3]], ids=str
+)
+@pytest.mark.parametrize("which", ["q", "k", "both"])
+def test_wrong_cu_seqlens_keep_the_shapes(which: str, wrong: list[int], backend: str, device: str) -> None:
+    """As the fake implementation says them: under torch.compile nobody looks, and what follows trusts the shape."""
+    right = [0, 3, 5, 8]
+    q, k, v = (torch.randn(8, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    cu_q, cu_k = (
+        torch.tensor(wrong if which in (side, "both") else right, dtype=torch.int32, device=device) for side in "qk"
+    )
+    out, lse = tileflash.attention_varlen(
+        q, k, v, cu_q, cu_k, causal=True, return_lse=True, validate=False, backend=backend
+    )
+    assert (out.shape, lse.shape) == ((8, 2, 16), (2, 8))
+    if out.requires_grad:
+        for gradient in torch.autograd.grad(out.sum(), (q, k, v), materialize_grads=True, allow_unused=True):
+            assert gradient.shape == (8, 2, 16)
+            assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_gradients_of_narrow_options_sum_over_many_sequences(backend: str, device: str) -> None:
+    """Summed in bf16, a term after the other, a sum stands still from 256 terms on. All terms have one sign here."""
+    count, length = (30 if backend == "triton" and device == "cpu" else 300), 2  # the interpreter is slow
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(count * length, 2, 16, generator=generator).to(device) for _ in range(3))
+    v = v.abs()
+    cu = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device)
+    leaves = {
+        "bias": torch.zeros(1, 2, length, 1, device=device),
+        "alibi_slopes": torch.full((2,), 0.5, device=device),
+        "sinks": torch.zeros(2, device=device),
+    }
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float64):
+        own = {name: t.to(dtype).requires_grad_() for name, t in leaves.items()}
+        rows = [t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v)]
+        if dtype == torch.bfloat16:
+            out = tileflash.attention_varlen(
+                *rows, cu, cu, **own, max_seqlen_q=length, max_seqlen_k=length, backend=backend
+            )
+        else:  # the formula, a sequence a batch entry
+            each = [t.view(count, length, 2, 16) for t in rows]
+            away = torch.arange(length, device=device)
+            distance = (away[:, None] - away).abs()
+            logits = torch.einsum("bihd,bjhd->bhij", each[0], each[1]) / 4
+            logits = logits - own["alibi_slopes"][:, None, None] * distance + own["bias"]
+            sinks = own["sinks"][None, :, None, None].expand(count, 2, length, 1)
+            weights = torch.softmax(torch.cat([logits, sinks], 3), 3)[..., :-1]
+            out = torch.einsum("bhij,bjhd->bihd", weights, each[2])
+        gradients.append(torch.autograd.grad(out.sum(), list(own.values())))
+    for name, ours, want in zip(leaves, *gradients, strict=True):
+        torch.testing.assert_close(
+            ours.double(), want, rtol=2e-2, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("causal", [False, "top-left"])
+@pytest.mark.parametrize("bound", [2**30, 2**31 - 1, 2**70])
+def test_windows_wider_than_everything(bound: int, causal: Any, backend: str, device: str) -> None:
+    """Where a sequence stands is added to the bounds of packed sequences: what is nearly 2^31 must not wrap around."""
+    q, k, v, cu_q, cu_k = packed([0, 5, 20], [0, 18, 21], device)
+    for window in ((bound, bound), (None, bound)):
+        check([q, k, v, cu_q, cu_k], backend, causal=causal, window=window)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_the_lengths_of_an_illegal_access(head_dim: int) -> None:
