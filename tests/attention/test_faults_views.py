@@ -76,7 +76,8 @@ def test_zeros_without_memory(name: str, backend: str, device: str) -> None:
     """The zeros that autograd makes without taking memory."""
     tensors = {other: t.real.clone() for other, t in draw(device).items()}
     tensors[name] = torch._efficientzerotensor(tensors[name].shape, device=device)
-    doubles = {other: torch.zeros(t.shape, device=device).double() if other == name else t.double() for other, t in tensors.items()}  # fmt: skip
+    doubles = {other: t.double() for other, t in tensors.items() if other != name}
+    doubles[name] = torch.zeros(tensors[name].shape, device=device, dtype=torch.float64)
     leaves = {other: t if other == name else t.requires_grad_() for other, t in tensors.items()}
     inputs = {other: t for other, t in leaves.items() if not other.startswith("d_")}
     out, lse = tileflash.attention(**inputs, causal=True, return_lse=True, backend=backend)

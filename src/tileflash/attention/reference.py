@@ -21,7 +21,7 @@ def reference_attention(
     compute = compute_dtype(q.dtype)
     batch, query_length, heads, _ = q.shape
     key_length = k.shape[1]
-    group = heads // k.shape[2]
+    group = heads // max(1, k.shape[2])
     visible = visible_keys(band, options, 0, query_length, key_length, q.device)  # [1 or B, 1 or Hq, Sq, Sk]
     queries, lost_queries = readable_rows(q.to(compute).transpose(1, 2))  # [B, Hq, Sq, D]
     keys, lost_keys = readable_rows(k.to(compute).transpose(1, 2).repeat_interleave(group, 1))  # [B, Hq, Sk, D]
