@@ -192,6 +192,27 @@ def test_keys_hidden_by_the_lowest_number(
 
 
 @pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("by", ["a bias that fp32 does not hold", "a sum"])
+def test_logits_that_overflow_to_minus_infinity(by: str, backend: str, device: str) -> None:
+    """Nothing is hidden there, and yet no weight is left: as where nothing is seen, out is 0, and no gradient NaN."""
+    q, k, v = (normal(1, n, 1, 16, device=device, seed=n + i) for i, n in enumerate((36, 40, 40)))
+    bias = torch.zeros(36, 40, device=device, dtype=torch.float64)
+    if by == "a sum":
+        q[:, 3, :, 0], k[..., 0] = -1e20, 1e18  # products of -1e38 / 4
+        bias[3] = torch.finfo(torch.float32).min
+        bias = bias.float()
+    else:
+        bias[3] = -1e300
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]
+    out, lse = tileflash.attention(*leaves[:3], bias=leaves[3], return_lse=True, backend=backend)
+    assert torch.equal(out[0, 3], torch.zeros_like(out[0, 3]))
+    assert lse[0, 0, 3] == -torch.inf
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert torch.equal(gradients[0][0, 3], torch.zeros_like(gradients[0][0, 3]))
+
+
+@pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("whole", [2**23, -(2**23)])
 def test_a_large_bias_of_whole_numbers(whole: int, backend: str, device: str) -> None:
     """Logits that fp32 holds exactly: their softmax is exact, for their maximum is taken off first, and not rounded in another base."""

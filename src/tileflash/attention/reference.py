@@ -43,8 +43,9 @@ def reference_attention(
     empty = (logits == -torch.inf).all(3)  # [B, Hq, Sq]
     logits = logits.masked_fill(empty[..., None], 0.0)
     lse = log_sum_exp(logits)
-    # A row that sees NaN is NaN in its softmax whole, in the columns that it does not see, too.
-    probabilities = torch.softmax(logits, 3)[..., :key_length].masked_fill(~visible, 0.0)
+    # A row that sees NaN is NaN in its softmax whole, in the columns that it does not see, too. And a row may see keys whose logits
+    # are all -inf, by overflow: it has no weights, as one that sees nothing.
+    probabilities = torch.softmax(logits, 3)[..., :key_length].masked_fill(~visible | empty[..., None], 0.0)
     if options.dropout_p:
         keep = kept_weights(options, batch, heads, 0, query_length, key_length, first_sequence)
         probabilities = torch.where(keep, probabilities / (1 - options.dropout_p), 0.0)
