@@ -209,6 +209,16 @@ def test_what_was_seen_without_gradients_is_looked_at_again_with_them() -> None:
         tileflash.attention(q.requires_grad_(), q, q, return_lse=True, backend="sdpa-cpu")
 
 
+@pytest.mark.parametrize("asked", ["deterministic", "second_derivative"])
+def test_what_was_seen_is_looked_at_again_when_more_is_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the second call would get a backend that does not have it, in silence."""
+    monkeypatch.setattr(type(BACKENDS["sdpa-cpu"]), "deterministic", False)
+    q = torch.randn(1, 7, 2, 20, requires_grad=True)
+    tileflash.attention(q, q, q, backend="sdpa-cpu")
+    with pytest.raises(ValueError, match=f"sdpa-cpu: .*{asked.replace('_', ' ')}"):
+        tileflash.attention(q, q, q, backend="sdpa-cpu", **{asked: True})
+
+
 def test_what_was_seen_is_looked_at_again_when_determinism_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 7, 2, 12, requires_grad=True)
     monkeypatch.setattr(type(BACKENDS["sdpa-cpu"]), "deterministic", False)

@@ -215,6 +215,27 @@ def test_wrong_cu_seqlens_touch_nothing_outside(which: str, wrong: list[int], de
         assert bool(rows[:10].isnan().all() and rows[20:].isnan().all() and rows[10:20].isfinite().all())
 
 
+@pytest.mark.parametrize("kind", ["bias", "mask"])
+def test_a_sequence_longer_than_its_bound_takes_the_last_places(kind: str, device: str) -> None:
+    """Nobody validated: a bias that is too small is not read behind its end, where NaN or another sequence's rows lie."""
+    q, k, v, cu_q, cu_k = packed([0, 20, 54], [0, 18, 55], device)
+    small = torch.randn(2, 1, 20, 18, generator=torch.Generator().manual_seed(4)).to(device)
+    if kind == "mask":
+        small = small < 1
+        small[..., -1] = True
+    around = torch.full((2, 1, 60, 60), NAN, device=device) if kind == "bias" else torch.zeros(2, 1, 60, 60).to(small)
+    around[:, :, :20, :18] = small
+    given = around[:, :, :20, :18].requires_grad_(kind == "bias")
+    out = tileflash.attention_varlen(
+        q, k, v, cu_q, cu_k, bias=given, max_seqlen_q=20, max_seqlen_k=18, validate=False, backend="triton"
+    )
+    rows, columns = torch.arange(34).clamp(max=19), torch.arange(37).clamp(max=17)
+    biases = (small[0], small[1][:, rows][:, :, columns])
+    for queries, keys, own in zip((slice(0, 20), slice(20, 54)), (slice(0, 18), slice(18, 55)), biases, strict=True):
+        one = tileflash.attention(q[None, queries], k[None, keys], v[None, keys], bias=own, backend="reference")
+        torch.testing.assert_close(out[queries], one[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", OURS)
 def test_packed_sequences_with_every_kind_of_mask(backend: str, device: str) -> None:
     """pytorch#170839: varlen together with a mask, here one for each sequence, of strides of its own."""

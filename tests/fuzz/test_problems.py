@@ -148,6 +148,9 @@ def test_problems_are_bent_to_what_all_backends_serve() -> None:
     limits = Limits.of(("hopper",))
     assert limits == Limits(("float16", "bfloat16"), frozenset(), False, 256, 8)
     assert Limits.of(("triton", "tiled", "reference")) == ANYTHING
+    for name in ("sdpa-cpu", "sdpa-math", "sdpa-flash"):
+        with pytest.raises(ValueError, match=f"--backend {name}: fuzz draws windows"):
+            Limits.of(("tiled", name))
     assert Limits.of(("triton", "hopper")) == limits
     variants = make_variants(40, 3, "cuda", limits)
     for index in range(400):
