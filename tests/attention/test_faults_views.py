@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tileflash
+from tileflash.kernels.triton import attention as launches
 
 OURS = ["triton", "tiled", "reference"]
 NAMES = ("q", "k", "v", "bias", "alibi_slopes", "sinks", "d_out", "d_lse")
@@ -118,6 +119,54 @@ def test_batches_of_gradients(backend: str, device: str) -> None:
         for function, rest in ((attend, inputs), (textbook, doubles))
     ]
     torch.testing.assert_close(jacobians[0].double(), jacobians[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "d_out"])
+def test_rows_that_are_far_apart(which: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[S, B, H, D] memory of a batch of 1024: 128 rows of a tile span more than 2^31 elements. Such offsets have 32 bits in the kernels,
+    which read elsewhere; no tensor with rows as far apart may reach them. (The memory is never touched, but for the rows.)"""
+    strides = []
+
+    def spy(function: Any) -> Any:
+        def prepare(*arguments: Any) -> Any:
+            strides.extend(t.stride(1) for t in arguments if isinstance(t, Tensor))
+            return function(*arguments)
+
+        return prepare
+
+    for name in ("_prepare_forward", "_prepare_backward"):
+        monkeypatch.setattr(launches, name, spy(getattr(launches, name)))
+    tensors = {name: draw(device)[name].real.half()[:, :5].clone() for name in ("q", "k", "v", "d_out")}
+    near = tensors[which]
+    memory = torch.empty(5 * 2**24, dtype=torch.float16, device=device)
+    far = memory.as_strided(near.shape, (0, 2**24, near.stride(2), 1)).copy_(near)
+    results = []
+    for own in (tensors, tensors | {which: far}):
+        inputs = [own[name].detach().requires_grad_() for name in "qkv"]
+        out = tileflash.attention(*inputs, causal=True, backend="triton")
+        results.append((out, *torch.autograd.grad(out, inputs, own["d_out"])))
+    assert strides
+    assert 128 * max(strides) < 2**31
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+def test_rows_that_are_far_apart_in_large_tiles() -> None:
+    rows = 140  # more than a tile has
+    memory = torch.empty(rows * 17_000_000, dtype=torch.float16, device="cuda")
+    near = torch.randn(1, rows, 1, 64, dtype=torch.float16, device="cuda")
+    far = memory.as_strided(near.shape, (0, 17_000_000, 64, 1)).copy_(near)
+    for backend in ("triton", "hopper", "auto"):
+        if tileflash.explain(far, far, far, backend=backend).choice is None:
+            continue
+        results = []
+        for tensor in (near, far):
+            inputs = [tensor.detach().requires_grad_() for _ in range(3)]
+            out = tileflash.attention(*inputs, causal=True, backend=backend)
+            results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("backend", OURS)
