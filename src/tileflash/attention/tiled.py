@@ -67,7 +67,8 @@ def tiled_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, low: int | None, high: int | None, options: Options = PLAIN, first_sequence: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, OptionGradients]:  # fmt: skip
-    """d_q, d_k, d_v and the options' gradients. A strip's weights are made again, from whole rows: `lse` says only what saw nothing."""
+    """d_q, d_k, d_v and the options' gradients. A strip's weights are made again. `lse` may be that of more keys than are given here, as in
+    ring attention: these have their share of the whole then."""
     compute = lse.dtype
     batch, query_length, heads, _ = q.shape
     key_length, kv_heads = k.shape[1:3]
@@ -86,6 +87,11 @@ def tiled_backward(
         empty = row_lse == -torch.inf
         d_outs = d_outs.masked_fill(empty[..., None], 0.0)
         weights, sink_weights = _softmax(strip, options, kv_heads)
+        own_lse = log_sum_exp(strip.logits)
+        if options.sinks is not None:
+            own_lse = torch.logaddexp(own_lse, _sinks(options.sinks, kv_heads, compute))
+        share = _share(own_lse, row_lse)
+        weights = weights * share[..., None]
         delta = (d_outs * outs).sum(4)
         if d_lse is not None:
             delta = delta - d_lse[:, :, begin:end].unflatten(1, (kv_heads, -1))
@@ -96,7 +102,7 @@ def tiled_backward(
         d_weights = d_weights.masked_fill(strip.visible & strip.lost_values.transpose(3, 4), torch.nan)
         d_logits = (weights * (d_weights - delta[..., None])).masked_fill(~strip.visible, 0.0)
         if sink_weights is not None and d_sinks is not None:
-            parts = torch.where(empty, 0.0, sink_weights * delta)
+            parts = torch.where(empty, 0.0, sink_weights * share * delta)
             d_sinks -= parts.sum((0, 3)).flatten()
         if options.alibi_slopes is not None and d_slopes is not None:
             away = distances(alibi_shift(options, query_length, key_length), begin, end, key_length, compute, q.device)
@@ -196,6 +202,13 @@ def _softmax(strip: _Strip, options: Options, kv_heads: int) -> tuple[Tensor, Te
     return weights.masked_fill(
         ~strip.visible, 0.0
     ), sink_weights  # a row that sees NaN has weights that are, hidden ones too
+
+
+def _share(own_lse: Tensor, row_lse: Tensor) -> Tensor:
+    """exp(own_lse - row_lse), and 1 where they are the same but for rounding, of which beside large logits much comes out of exp."""
+    difference = own_lse - row_lse  # NaN where both are infinite, or a row sees NaN, whose weights are NaN already
+    rounding = 4 * torch.finfo(row_lse.dtype).eps * row_lse.abs()
+    return torch.where((difference.abs() <= rounding) | difference.isnan(), 1.0, difference.exp())
 
 
 def _grouped(tensor: Tensor, kv_heads: int, compute: torch.dtype) -> Tensor:
