@@ -287,3 +287,29 @@ def test_alibi_is_one_thing_in_every_path(backend: str, device: str) -> None:
         as_bias = tileflash.attention(q, k, v, bias=-slopes[:, None, None] * away, **options)
         torch.testing.assert_close(packed, plain[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(as_bias, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("entries", [0, 1, 3])
+def test_slopes_of_every_shape_have_their_gradient(entries: int, packed: bool, backend: str, device: str) -> None:
+    """[H], [1, H] and [B, H], of a batch or of packed sequences: one shape's gradient was dropped in silence."""
+    q, k, v = (normal(3, 10, 2, 16, device=device, seed=seed) for seed in range(3))
+    slopes = (torch.rand(max(1, entries), 2, generator=torch.Generator().manual_seed(1)) + 0.1).to(device)
+    slopes = slopes if entries else slopes[0]
+    own = slopes.clone().requires_grad_()
+    if packed:
+        cu = torch.tensor([0, 10, 20, 30], dtype=torch.int32, device=device)
+        rows = (t.flatten(0, 1) for t in (q, k, v))
+        out = tileflash.attention_varlen(*rows, cu, cu, alibi_slopes=own, backend=backend).view(3, 10, 2, 16)
+    else:
+        out = tileflash.attention(q, k, v, alibi_slopes=own, backend=backend)
+    places = torch.arange(10, device=device)
+    double = slopes.double().requires_grad_()
+    away = (places[:, None] - places).abs() * (double if entries else double[None])[:, :, None, None]
+    weights = torch.softmax(torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4 - away, 3)
+    want = torch.einsum("bhij,bjhd->bihd", weights, v.double())
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(out.square().sum(), own)
+    (expected,) = torch.autograd.grad(want.square().sum(), double)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-4)

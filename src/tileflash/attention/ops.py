@@ -138,7 +138,8 @@ def _differentiate(
     d_q, d_k, d_v, *gradients = backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments, *options)
     if not options:
         return d_q, d_k, d_v, None, None, None, None
-    found = (None if gradient is None or option is None or gradient.shape != option.shape else gradient
+    # The operator says by an empty tensor that there is none. One of a wrong shape goes on, and is refused by autograd.
+    found = (None if gradient is None or option is None or (gradient.shape == (0,) != option.shape) else gradient
              for gradient, option in zip(gradients, options, strict=False))  # fmt: skip
     return d_q, d_k, d_v, None, None, None, None, *found, *(None for _ in options[len(OptionGradients._fields) :])
 
