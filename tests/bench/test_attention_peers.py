@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tileflash.bench.attention_peers import FA3_LIBRARY, LOADERS
+from tileflash.bench.attention_peers import LOADERS
 from tileflash.bench.attention_variants import attempt, attention_variant
 from tileflash.bench.flags import UNSUPPORTED
 
@@ -30,7 +30,6 @@ def leaves() -> list[torch.Tensor]:
 def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface", "flash_attn_3", "flash_attn_3._C"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delenv(FA3_LIBRARY, raising=False)
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -43,9 +42,21 @@ def test_a_peer_that_is_not_here_is_a_reason(name: str) -> None:
 
 
 @pytest.mark.usefixtures("without_packages")
-def test_a_library_that_is_no_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(FA3_LIBRARY, str(tmp_path / "fa3.so"))
-    assert str(tmp_path / "fa3.so") in attempt(lambda: (attention_variant("fa3")(*leaves(), True),)).reason
+def test_a_library_that_is_no_file_is_named(tmp_path: Path) -> None:
+    library = tmp_path / "fa3.so"
+    reason = attempt(lambda: (attention_variant("fa3", library)(*leaves(), True),)).reason
+    assert f"`--fa3-library` was {str(library)!r}, which is no file" in reason
+
+
+@pytest.mark.usefixtures("operators")
+def test_operators_from_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "fa3.so"
+    library.touch()
+    loaded: list[str] = []
+    monkeypatch.setitem(sys.modules, "flash_attn_3", None)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    assert attention_variant("fa3", library)(*leaves(), True).shape == (2, 20, 3, 16)
+    assert loaded == [str(library)]
 
 
 @pytest.mark.parametrize(("name", "module", "with_lse"), [
@@ -99,7 +110,6 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     package = ModuleType("flash_attn_3")
     monkeypatch.setitem(sys.modules, "flash_attn_3", package)
     monkeypatch.setitem(sys.modules, "flash_attn_3._C", ModuleType("flash_attn_3._C"))
-    monkeypatch.delenv(FA3_LIBRARY, raising=False)
     yield
     library._destroy()
 

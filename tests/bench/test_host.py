@@ -27,11 +27,6 @@ SMALL = HostSuite(
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TILEFLASH_FA3_LIBRARY", raising=False)
-
-
 def test_every_variant_in_every_mode_and_a_reason_for_what_is_not_here() -> None:
     cells = measure_host(SMALL)
     assert [(cell.variant, cell.mode) for cell in cells] == [(v, m) for v in SMALL.variants for m in MODES]
@@ -50,7 +45,7 @@ def test_a_measurement_is_the_time_of_all_calls_over_their_number(monkeypatch: p
     clock, waits = [0.0], []
     prices = {"tileflash-auto": 2e-6, "math": 7e-6}
 
-    def variant(name: str) -> Any:
+    def variant(name: str, *_: object) -> Any:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
             clock[0] += prices[name] + (1e-6 if torch.is_grad_enabled() else 0.0)
             return q + k + v
@@ -120,7 +115,7 @@ def test_a_variant_that_has_no_backward_says_why(monkeypatch: pytest.MonkeyPatch
             raise NotImplementedError("no gradients here")
         return q
 
-    monkeypatch.setattr(host, "attention_variant", lambda name: only_forward)
+    monkeypatch.setattr(host, "attention_variant", lambda name, *_: only_forward)
     arguments = ["--device", "cpu", "--variants", "math", "--calls", "1", "--rounds", "1"]
     result = CliRunner().invoke(app, ["bench", "host", *arguments])
     assert result.stdout.count("math: no gradients here") == 1

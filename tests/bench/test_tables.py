@@ -84,7 +84,7 @@ def test_train_rows() -> None:
         "peak MB, baseline | peak MB, flash | speed-up | memory saving |"
     )
     assert rows[2] == (
-        "| gpt2 | 4 × 64 | 5 | out of memory | 100.00 | out of memory | 163,840 | out of memory | 10,000 | – | – |"
+        "| gpt2 | 4 × 64 | 5 | out of memory | 100.00 | out of memory | 2,560 | out of memory | 10,000 | – | – |"
     )
     assert rows[3] == (
         "| gpt2 | 4 × 4096 | 5 | 300.00 | 100.00 | 54,613 | 163,840 | 40,000 | 10,000 | 3.00x (2.45 – 3.67) | "

@@ -6,7 +6,6 @@ table's cell, not the end of the run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-FA3_LIBRARY = "TILEFLASH_FA3_LIBRARY"  # where FlashAttention 3's compiled operators lie, if no package brings them
 
 
 class _FlashAttention3(torch.autograd.Function):
@@ -41,23 +39,22 @@ class _FlashAttention3(torch.autograd.Function):
         return d_q, d_k, d_v, None
 
 
-def _load_fa3() -> Attention:
-    library = os.environ.get(FA3_LIBRARY)
-    if library:
-        if not Path(library).is_file():
-            raise NotImplementedError(f"FlashAttention 3: {FA3_LIBRARY} is {library!r}, which is no file")
-        torch.ops.load_library(library)
+def _load_fa3(library: Path | None) -> Attention:
+    if library is not None:
+        if not library.is_file():
+            raise NotImplementedError(f"FlashAttention 3: `--fa3-library` was {str(library)!r}, which is no file")
+        torch.ops.load_library(str(library))
     else:
         try:
             import flash_attn_3._C  # noqa: F401  # registers the operators
         except ImportError as error:
             raise NotImplementedError(
-                f"FlashAttention 3 is not here: no package flash_attn_3 ({error}), and {FA3_LIBRARY} names no library"
+                f"FlashAttention 3 is not here: no package flash_attn_3 ({error}), and no --fa3-library"
             ) from error
     return lambda q, k, v, causal: _FlashAttention3.apply(q, k, v, causal)
 
 
-def _load_fa4() -> Attention:
+def _load_fa4(library: Path | None) -> Attention:
     try:
         from flash_attn.cute.interface import flash_attn_func
     except ImportError as error:
@@ -70,7 +67,7 @@ def _load_fa4() -> Attention:
     return run
 
 
-def _load_flash_attn() -> Attention:
+def _load_flash_attn(library: Path | None) -> Attention:
     try:
         from flash_attn import flash_attn_func
     except ImportError as error:
@@ -78,16 +75,21 @@ def _load_flash_attn() -> Attention:
     return lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal)
 
 
-LOADERS: dict[str, Callable[[], Attention]] = {"fa3": _load_fa3, "fa4": _load_fa4, "flash-attn": _load_flash_attn}
+LOADERS: dict[str, Callable[[Path | None], Attention]] = {
+    "fa3": _load_fa3,
+    "fa4": _load_fa4,
+    "flash-attn": _load_flash_attn,
+}
 
 
-def peer(name: str) -> Attention:
-    """The peer `name` of LOADERS as a variant; NotImplementedError at the first call where it is not here."""
+def peer(name: str, fa3_library: Path | None = None) -> Attention:
+    """The peer `name` of LOADERS as a variant; NotImplementedError at the first call where it is not here. `fa3_library`: the file of
+    FlashAttention 3's compiled operators, where no package brings them."""
     loaded: list[Attention] = []
 
     def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         if not loaded:
-            loaded.append(LOADERS[name]())
+            loaded.append(LOADERS[name](fa3_library))
         return loaded[0](q, k, v, causal)
 
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +25,19 @@ _PEERS = {
 }
 
 
-def attention_variant(name: str) -> Attention:
+def attention_variant(name: str, fa3_library: Path | None = None) -> Attention:
     """The function (q, k, v, causal) -> out, tensors [B, S, H, D], of a variant.
 
     `tileflash-BACKEND` is tileflash.attention(..., backend=BACKEND), `reference` its textbook backend; `fa2`, `cudnn`,
     `efficient` and `math` are the backends of PyTorch's scaled_dot_product_attention, each pinned so that it never
-    falls back silently. `fa3`, `fa4` and `flash-attn` are packages of their own (`attention_peers`). ValueError for
+    falls back silently. `fa3`, `fa4` and `flash-attn` are packages of their own (`attention_peers`); `fa3_library`
+    is a file that holds FA3's operators where no package does. ValueError for
     another name.
     """
     if name in _PEERS:
         return _pinned(_PEERS[name])
     if name in LOADERS:
-        return peer(name)
+        return peer(name, fa3_library)
     if name == "reference":
         return _ours("reference")
     if name.startswith(_OURS) and len(name) > len(_OURS):

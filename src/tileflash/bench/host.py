@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -38,6 +39,7 @@ class HostSuite:
     calls: int = 200
     rounds: int = 9
     seed: int = 0
+    fa3_library: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.variants or len(set(self.variants)) < len(self.variants):
@@ -69,7 +71,7 @@ def measure_host(suite: HostSuite, now: Callable[[], float] = time.perf_counter)
     cells: dict[tuple[str, str], HostCell] = {}
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     for variant in suite.variants:
-        for mode, call in _calls(suite, attention_variant(variant)).items():
+        for mode, call in _calls(suite, attention_variant(variant, suite.fa3_library)).items():
             trial = attempt(lambda call=call: (call(),))  # type: ignore[misc]
             if trial.result is None:
                 cells[variant, mode] = HostCell(variant, mode, None, trial.flag, trial.reason)

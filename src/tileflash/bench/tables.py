@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tileflash.bench.audit import audit
 from tileflash.bench.ledger import Line
 from tileflash.bench.table_attention import attention_block
 from tileflash.bench.table_attention_summary import attention_summary_block
@@ -42,12 +43,12 @@ def language_of(path: Path) -> str:
 
 
 def render(name: str, lines: Sequence[Line], language: str) -> str:
-    """The Markdown of one block, newest run of each GPU; a sentence that says how to measure where there is none."""
+    """The Markdown of one block, newest run of each GPU, audited; a sentence that says how to measure where there is none."""
     if name not in BLOCKS:
         raise ValueError(f"there is no table {name!r}; the tables are {', '.join(BLOCKS)}")
     words = words_for(language)
     make, command = BLOCKS[name]
-    return make(lines, words) or words.nothing.format(command=command)
+    return make(audit(lines).lines, words) or words.nothing.format(command=command)
 
 
 def fill(text: str, lines: Sequence[Line], language: str, name: str = "the text") -> tuple[str, list[str]]:

@@ -19,6 +19,9 @@ def report(
         "benchmarks/results"
     ),
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a file is stale.")] = False,
+    audited: Annotated[
+        bool, typer.Option("--audit", help="Say what is wrong with the ledger's figures; exit 1 when anything is.")
+    ] = False,
     language: Annotated[str | None, typer.Option(help="en or zh.", show_default="zh for *.zh-CN.md, else en")] = None,
 ) -> None:
     """Tables from the ledger, newest run of each GPU. Without --write they are printed.
@@ -26,11 +29,16 @@ def report(
     Example: tileflash report --write README.md --write README.zh-CN.md
     In a Markdown file a table stands between <!-- tileflash:table NAME --> and <!-- tileflash:end -->.
     """
+    from tileflash.bench.audit import audit
     from tileflash.bench.ledger import read
     from tileflash.bench.tables import BLOCKS, fill, language_of, render
     from tileflash.files import written_aside
 
     lines = read(results)
+    if audited:
+        complaints = audit(lines).complaints()
+        typer.echo("\n".join(complaints) or "nothing is wrong", err=bool(complaints))
+        raise typer.Exit(int(bool(complaints)))
     if not write:
         for name in BLOCKS:
             typer.echo(f"## {name}\n\n{render(name, lines, language or 'en')}\n")
