@@ -142,17 +142,17 @@ class CaseResult:
     cells: tuple[Cell, ...]
     limit_ms: float | None
 
-    def lines(self, sitting: Sitting, baseline: str) -> Iterator[Line]:
+    def lines(self, sitting: Sitting, baseline: str, suite: str = SUITE) -> Iterator[Line]:
         """Ledger lines: `time_ms` of each variant and `speed_ratio_to_BASELINE` where it was measured."""
         for cell in self.cells:
             time_ms = cell.timing.time_ms if cell.timing else None
             yield sitting.line(
-                SUITE, self.case.record(), cell.variant, "time_ms", time_ms, limit=self.limit_ms, flags=cell.flags
+                suite, self.case.record(), cell.variant, "time_ms", time_ms, limit=self.limit_ms, flags=cell.flags
             )
             ratio = cell.timing.speed_ratio if cell.timing else None
             if ratio is not None and cell.variant != baseline:
                 metric = f"speed_ratio_to_{baseline}"
-                yield sitting.line(SUITE, self.case.record(), cell.variant, metric, ratio, flags=cell.flags)
+                yield sitting.line(suite, self.case.record(), cell.variant, metric, ratio, flags=cell.flags)
 
 
 def with_flags(results: list[CaseResult], audit: Audit) -> list[CaseResult]:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tileflash.bench.attention_peers import LOADERS, Attention, peer
 from tileflash.bench.flags import FAILED, OUT_OF_MEMORY, UNSUPPORTED
 
+TUTORIAL = "tutorial-fa1"
 _OURS = "tileflash-"
 _LONGEST_REASON = 400
 _REFUSALS = ("No available kernel", "No viable backend")  # what a pinned SDPA says when its backend cannot serve
@@ -30,9 +31,9 @@ def attention_variant(name: str, fa3_library: Path | None = None) -> Attention:
 
     `tileflash-BACKEND` is tileflash.attention(..., backend=BACKEND), `reference` its textbook backend; `fa2`, `cudnn`,
     `efficient` and `math` are the backends of PyTorch's scaled_dot_product_attention, each pinned so that it never
-    falls back silently. `fa3`, `fa4` and `flash-attn` are packages of their own (`attention_peers`); `fa3_library`
-    is a file that holds FA3's operators where no package does. ValueError for
-    another name.
+    falls back silently. `tutorial-fa1` is FlashAttention 1 in plain PyTorch (`tileflash.attention.tutorial`). `fa3`,
+    `fa4` and `flash-attn` are packages of their own (`attention_peers`); `fa3_library` is a file that holds FA3's
+    operators where no package does. ValueError for another name.
     """
     if name in _PEERS:
         return _pinned(_PEERS[name])
@@ -40,6 +41,10 @@ def attention_variant(name: str, fa3_library: Path | None = None) -> Attention:
         return peer(name, fa3_library)
     if name == "reference":
         return _ours("reference")
+    if name == TUTORIAL:
+        from tileflash.bench.attention_tutorial import flash_attention_1
+
+        return flash_attention_1
     if name.startswith(_OURS) and len(name) > len(_OURS):
         from tileflash.attention.dispatch import BACKENDS, FAMILIES
 
@@ -48,7 +53,7 @@ def attention_variant(name: str, fa3_library: Path | None = None) -> Attention:
             raise ValueError(f"`variants` named {name!r}; BACKEND must be one of {', '.join([*FAMILIES, *BACKENDS])}")
         return _ours(backend)
     raise ValueError(
-        f"`variants` named {name!r}; it must be tileflash-BACKEND, reference, {', '.join((*_PEERS, *LOADERS))}"
+        f"`variants` named {name!r}; it must be tileflash-BACKEND, reference, {', '.join((TUTORIAL, *_PEERS, *LOADERS))}"
     )
 
 

@@ -64,6 +64,13 @@ class BenchSession:
 
         return audit(self._lines, self._largest_spread)
 
+    def show(self, console: Console, block: str) -> None:
+        """Print one of the report's tables (`bench.tables`), made of this sitting's lines."""
+        from tileflash.bench.tables import render
+
+        console.print(machine_line(self.sitting))
+        print_markdown(console, render(block, self._lines, "en", self._largest_spread))
+
     def end(self, console: Console) -> int:
         """Say what the audit found; the exit status: 1 where it found anything."""
         from rich.console import Console
@@ -85,6 +92,30 @@ def table_console() -> Console:
     if not console.is_terminal:
         console.width = _WIDE
     return console
+
+
+def print_markdown(console: Console, markdown: str) -> None:
+    """Tables as tables, the rest as it stands."""
+    from rich.table import Table
+
+    for part in markdown.split("\n\n"):
+        if not part.startswith("|"):
+            console.print(part.replace("**", "").strip("*"), markup=False)
+            continue
+        head, rule, *rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in part.splitlines()]
+        table = Table()
+        for heading, alignment in zip(head, rule, strict=True):
+            table.add_column(heading, justify="right" if alignment.endswith(":") else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def progress_line(text: str) -> None:
+    """One line on stderr."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
 
 
 def machine_line(sitting: Sitting) -> str:

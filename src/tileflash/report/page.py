@@ -24,7 +24,17 @@ _TITLES = {
     "attention-summary": "Attention in short",
     "attention-forward": "Attention, forward",
     "attention-backward": "Attention, backward",
-    "train": "Training",
+    "train": "Training steps, with and without --flash",
+    "lengths": "Attention by length at one batch",
+    "memory": "Memory of attention",
+    "model-memory": "Memory of a whole model (counted)",
+    "scaling": "Time and memory a token",
+    "training": "Throughput of forward and backward by batch and length",
+    "generation": "Generation by context",
+    "versions": "Versions of FlashAttention",
+    "features": "Features by version",
+    "models": "Whole models",
+    "host": "Host time of a call",
 }
 
 
