@@ -244,6 +244,12 @@ def test_a_wide_spread_is_marked_and_counts_in_means() -> None:
     assert "**2.00x** over 2 points" in block
 
 
+def test_host_time_may_spread_further() -> None:
+    for metric, found in (("host_us", []), ("time_ms", ["wide_spread"])):
+        line = H200.line("host", {"mode": "forward"}, "math", metric, Statistic(10.0, 9.0, 13.0, 9))
+        assert _found([line]) == found
+
+
 def test_of_a_comparison_taken_up_again_the_last_figure_holds() -> None:
     old = _changed(train_lines(), "step_ms", 0.1)
     assert _found([*old, *train_lines()]) == []

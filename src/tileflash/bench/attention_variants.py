@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,19 +68,28 @@ def _ours(backend: str) -> Attention:
     return run
 
 
+def held_variant(
+    name: str, fa3_library: Path | None = None
+) -> tuple[Callable[[], AbstractContextManager[object]], Attention]:
+    """What makes a context in which to call a variant many times, and the function. Who pins a backend of PyTorch's does it once, and not
+    at each call, which would cost tens of microseconds."""
+    if name in _PEERS:
+        return partial(sdpa_kernel, _PEERS[name]), _scaled_dot_product
+    return nullcontext, attention_variant(name, fa3_library)
+
+
 def _pinned(backend: SDPBackend) -> Attention:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                is_causal=causal,
-                enable_gqa=q.shape[2] != k.shape[2],
-            )
-        return out.transpose(1, 2)
+            return _scaled_dot_product(q, k, v, causal)
 
     return run
+
+
+def _scaled_dot_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tileflash.kernels.buffers import empty_contiguous, empty_out
 from tileflash.kernels.compat import PreparedLaunch, current_device, remember
 from tileflash.kernels.options import NO_GRADIENTS, PLAIN, OptionGradients, Options
 from tileflash.kernels.triton.attention_backward import (
@@ -40,17 +41,18 @@ def attention_forward(
     Query i sees key j where low <= j - i <= high (None: no bound), as far as `options` do not say otherwise. `scale` multiplies the
     logits. Strides are free; only a last dimension that is not contiguous is copied.
     """
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    batch, query_length, heads, _ = q.shape
-    out = torch.empty((batch, query_length, heads, v.shape[3]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, query_length), dtype=torch.float32, device=q.device)
+    q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    if q_stride[3] != 1 or k_stride[3] != 1 or v_stride[3] != 1:
+        q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+        q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    out, lse = empty_out(q, v)
     if lse.numel() == 0:
         return out, lse
     if k.shape[1] == 0 and options is PLAIN:
         return out.zero_(), lse.fill_(-torch.inf)
     features, tuples = _options(options, scale, q, k)
     key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scale, low, high, _kind(options)
+        q.shape, k.shape, v.shape, q_stride, k_stride, v_stride, q.dtype, q.device, scale, low, high, _kind(options)
     )  # fmt: skip
     launch = _forward_launches.get(key)
     if launch is None:
@@ -68,8 +70,9 @@ def attention_backward(
 
     d_out [B, Sq, Hq, Dv] in any strides, d_lse [B, Hq, Sq] or None.
     """
-    q, k, v, out, d_out = (_rows_contiguous(tensor) for tensor in (q, k, v, out, d_out))
-    d_q, d_k, d_v = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    out, d_out = _rows_contiguous(out), _rows_contiguous(d_out)
+    d_q, d_k, d_v = empty_contiguous(q), empty_contiguous(k), empty_contiguous(v)
     if lse.numel() == 0 or (k.shape[1] == 0 and options is PLAIN):
         return d_q.zero_(), d_k.zero_(), d_v.zero_(), _no_gradients(options)
     delta = torch.empty_like(lse)
