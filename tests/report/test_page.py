@@ -93,6 +93,24 @@ def test_a_figure_that_cannot_be_true_is_not_drawn() -> None:
     assert plots_of(lines) == []
 
 
+def test_plots_of_the_suites_at_one_batch_and_of_generation() -> None:
+    from tileflash.report.drawings import plots_of
+
+    lines = []
+    for seq in (512, 1024):
+        case = {"direction": "forward", "batch": 1, "seq": seq}
+        lines += [
+            H200.line("scaling", case, "math", "time_ms", Statistic(seq, seq, seq, 3)),
+            H200.line("scaling", case, "math", "peak_bytes", Statistic(seq, seq, seq, 1)),
+            H200.line("scaling", case, "fa3", "time_ms", None, flags=("unsupported",)),
+            H200.line(
+                "generation", {"model": "m", "batch": 1, "seq": seq}, "flash", "tokens_per_s", Statistic(9, 9, 9, 3)
+            ),
+        ]
+    names = [plot.name for plot in plots_of(lines)]
+    assert names == ["scaling-time_ms-forward", "scaling-peak_bytes-forward", "generation"]
+
+
 def test_the_command(tmp_path: Path) -> None:
     append(tmp_path / "new.jsonl", [line for line in train_lines() if line.metric == "step_ms"])
     old = [replace(line, median=1e3, low=1e3, high=1e3) for line in train_lines() if line.metric == "step_ms"]

@@ -9,6 +9,7 @@ from tileflash.bench.attention import SUITE as ATTENTION
 from tileflash.bench.attention import work_of
 from tileflash.bench.audit import RATIO
 from tileflash.bench.flags import DOUBTFUL
+from tileflash.bench.generation import SUITE as GENERATION
 from tileflash.bench.ledger import Line
 from tileflash.bench.markdown import newest_runs
 from tileflash.bench.memory import SUITE as MEMORY
@@ -29,7 +30,10 @@ Value = Callable[[Line, float], float]
 def plots_of(lines: Sequence[Line]) -> list[Plot]:
     """All that the audited lines of one GPU give, the newest run of each suite; figures that cannot be true are not drawn."""
     plots: list[Plot] = []
-    for suite, draw in ((ATTENTION, _attention), (MEMORY, _memory), (TRAIN, _train)):
+    suites = {
+        ATTENTION: _attention, "lengths": _fixed_batch, MEMORY: _memory, "scaling": _fixed_batch, TRAIN: _train, GENERATION: _generation,
+    }  # fmt: skip
+    for suite, draw in suites.items():
         chosen = [line for line in lines if line.suite == suite and not set(line.flags) - DOUBTFUL]
         for run in newest_runs(chosen):
             plots += draw(run)
@@ -77,6 +81,24 @@ def _train(lines: list[Line]) -> Iterator[Plot]:
             if figures:
                 drawn = _by_length(figures, colours, lambda _, value, scale=scale: value / scale, label, name, True)  # type: ignore[misc]
                 yield Plot(name, f"{model}: {caption}", drawn)
+
+
+def _fixed_batch(lines: list[Line]) -> Iterator[Plot]:
+    colours, suite, case = _order(lines), lines[0].suite, lines[0].case
+    for (direction,) in _distinct(lines, "direction"):
+        for metric, label, what, scale in (("time_ms", "ms", "time", 1.0), ("peak_bytes", "MiB", "peak memory", _MIB)):
+            own = [line for line in _where(lines, direction=direction) if line.metric == metric]
+            if own:
+                name = f"{suite}-{metric}-{direction}"
+                drawn = _by_length(own, colours, lambda _, value, scale=scale: value / scale, label, name, True)  # type: ignore[misc]
+                yield Plot(name, f"Attention {direction}, batch {case['batch']}: {what} by sequence length", drawn)
+
+
+def _generation(lines: list[Line]) -> Iterator[Plot]:
+    own = [line for line in lines if line.metric == "tokens_per_s"]
+    if own:
+        drawn = _by_length(own, _order(lines), lambda _, value: value, "tok/s", "generation", True)
+        yield Plot("generation", f"{own[0].case['model']}: tokens a second by context", drawn)
 
 
 def _order(lines: Sequence[Line]) -> dict[str, int]:
