@@ -15,11 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from support.clocks import SteadyClock
 from support.lines import H200, attention_lines, train_lines
 from tileflash.bench import Line, Statistic, attention, read
 from tileflash.bench.attention import AttentionSuite, run_suite
 from tileflash.bench.attention_variants import attention_variant
 from tileflash.bench.audit import audit
+from tileflash.bench.ceilings import ceiling_lines
 from tileflash.bench.gpu_watch import GpuWatch, Reading
 from tileflash.bench.table_words import words_for
 from tileflash.bench.tables import render
@@ -297,6 +299,14 @@ def test_sensors_that_stop_answering_end_nothing() -> None:
             raise RuntimeError("GPU is lost")
 
     assert _sitting_on(Gone()) == _sitting_on(None) == attention_lines()
+
+
+def test_ceilings_are_measured_and_are_no_findings() -> None:
+    product, copy = ceiling_lines("cpu", SteadyClock(), H200, "attention", size=16, copy_bytes=1000)
+    assert product.median == 2 * 16**3 / 1e9  # of a clock that says a millisecond
+    assert copy.median == pytest.approx(2e-3)
+    assert (product.metric, copy.metric) == ("matmul_tflops", "copy_gb_per_s")
+    assert audit([product, copy]).complaints() == []
 
 
 @pytest.fixture

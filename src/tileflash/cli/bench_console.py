@@ -18,8 +18,10 @@ _WIDE = 1000
 
 
 class BenchSession:
-    """One sitting of a suite's command. Within `with` the GPU's sensors are watched; lines that are added go to the ledger at once, so
-    that an interruption loses nothing. ValueError where the device is not there or `output` is no ledger: before anything is measured.
+    """One sitting of a suite's command.
+
+    Within `with` the GPU's ceilings are measured and its sensors watched. Lines that are added go to the ledger at once, so that an
+    interruption loses nothing. ValueError where the device is not there or `output` is no ledger: before anything is measured.
     """
 
     def __init__(self, suite: str, device: str, output: Path | None, largest_spread: float) -> None:
@@ -36,11 +38,16 @@ class BenchSession:
             raise ValueError(f"`--largest-spread` was {largest_spread}; it must be above 0")
         self.sitting: Sitting = Sitting.begin(environment(device))
         self._suite, self._output, self._largest_spread = suite, output, largest_spread
+        self._device, self._on_gpu = device, device.startswith("cuda")
         self._watch = GpuWatch.of(device)
         self._lines: list[Line] = []
 
     def __enter__(self) -> BenchSession:
+        from tileflash.bench.ceilings import ceiling_lines
+
         self._watch.__enter__()
+        if self._on_gpu:
+            self.add(ceiling_lines(self._device, self.clock, self.sitting, self._suite))
         return self
 
     def __exit__(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tileflash.bench.attention import SUITE as ATTENTION
 from tileflash.bench.attention import work_of
 from tileflash.bench.audit import RATIO
+from tileflash.bench.ceilings import COPY, MATMUL
 from tileflash.bench.flags import DOUBTFUL
 from tileflash.bench.generation import SUITE as GENERATION
+from tileflash.bench.gpu_watch import SUITE as DEVICE
 from tileflash.bench.ledger import Line
 from tileflash.bench.markdown import newest_runs
 from tileflash.bench.memory import SUITE as MEMORY
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MIB = 2**20
+Ceilings = Mapping[str, float]  # what the sitting measured of its GPU, by metric
 Value = Callable[[Line, float], float]
 
 
@@ -36,18 +39,19 @@ def plots_of(lines: Sequence[Line]) -> list[Plot]:
     for suite, draw in suites.items():
         chosen = [line for line in lines if line.suite == suite and not set(line.flags) - DOUBTFUL]
         for run in newest_runs(chosen):
-            plots += draw(run)
+            device = [line for line in lines if line.suite == DEVICE and line.run == run[0].run]
+            plots += draw(run, {line.metric: line.median for line in device if line.median is not None})
     return plots
 
 
-def _attention(lines: list[Line]) -> Iterator[Plot]:
+def _attention(lines: list[Line], ceilings: Ceilings) -> Iterator[Plot]:
     colours = _order(lines)
     times = [line for line in lines if line.metric == "time_ms"]
     ratios = [line for line in lines if line.metric.startswith(RATIO)]
     if ratios:
         yield _speedup_bars(ratios, colours)
     if times and find_gpu(times[0].gpu) is not None:
-        yield from _roofline(times, colours)
+        yield from _roofline(times, colours, ceilings)
     panels = _distinct(times, "direction", "head_dim", "mask")
     for direction, head_dim, mask in sorted(panels, key=lambda panel: panel[0] != "forward"):
         own = _where(times, direction=direction, head_dim=head_dim, mask=mask)
@@ -60,7 +64,7 @@ def _attention(lines: list[Line]) -> Iterator[Plot]:
         )
 
 
-def _memory(lines: list[Line]) -> Iterator[Plot]:
+def _memory(lines: list[Line], ceilings: Ceilings) -> Iterator[Plot]:
     colours = _order(lines)
     peaks = [line for line in lines if line.metric == "peak_bytes"]
     for (which,) in _distinct(peaks, "pass"):
@@ -69,7 +73,7 @@ def _memory(lines: list[Line]) -> Iterator[Plot]:
         yield Plot(name, caption, _by_length(own, colours, lambda _, value: value / _MIB, "MiB", name, True))
 
 
-def _train(lines: list[Line]) -> Iterator[Plot]:
+def _train(lines: list[Line], ceilings: Ceilings) -> Iterator[Plot]:
     colours = _order(lines)
     for (model,) in _distinct(lines, "model"):
         own = _where(lines, model=model)
@@ -83,7 +87,7 @@ def _train(lines: list[Line]) -> Iterator[Plot]:
                 yield Plot(name, f"{model}: {caption}", drawn)
 
 
-def _fixed_batch(lines: list[Line]) -> Iterator[Plot]:
+def _fixed_batch(lines: list[Line], ceilings: Ceilings) -> Iterator[Plot]:
     colours, suite, case = _order(lines), lines[0].suite, lines[0].case
     for (direction,) in _distinct(lines, "direction"):
         for metric, label, what, scale in (("time_ms", "ms", "time", 1.0), ("peak_bytes", "MiB", "peak memory", _MIB)):
@@ -94,7 +98,7 @@ def _fixed_batch(lines: list[Line]) -> Iterator[Plot]:
                 yield Plot(name, f"Attention {direction}, batch {case['batch']}: {what} by sequence length", drawn)
 
 
-def _generation(lines: list[Line]) -> Iterator[Plot]:
+def _generation(lines: list[Line], ceilings: Ceilings) -> Iterator[Plot]:
     own = [line for line in lines if line.metric == "tokens_per_s"]
     if own:
         drawn = _by_length(own, _order(lines), lambda _, value: value, "tok/s", "generation", True)
@@ -198,7 +202,7 @@ def _speedup_bars(ratios: list[Line], colours: dict[str, int]) -> Plot:
         return Plot("speedup", caption, svg_of(figure, "speedup"))
 
 
-def _roofline(times: list[Line], colours: dict[str, int]) -> Iterator[Plot]:
+def _roofline(times: list[Line], colours: dict[str, int], ceilings: Ceilings) -> Iterator[Plot]:
     gpu = find_gpu(times[0].gpu)
     assert gpu is not None
     for (direction,) in _distinct(times, "direction"):
@@ -216,6 +220,12 @@ def _roofline(times: list[Line], colours: dict[str, int]) -> Iterator[Plot]:
                 [left * gpu.memory_gb_per_s / 1e3, gpu.bf16_tflops, gpu.bf16_tflops],
                 color=INK, linewidth=1.4, label=f"limit of {gpu.name}",
             )  # fmt: skip
+            if MATMUL in ceilings and COPY in ceilings:
+                flat, slope = ceilings[MATMUL], ceilings[COPY] / 1e3
+                axes.plot(
+                    [left, flat / slope, right], [left * slope, flat, flat], color=INK, linewidth=1, linestyle="--",
+                    label="product and copy, measured",
+                )  # fmt: skip
             for variant, place in colours.items():
                 mine = [(work, line) for work, line in points if line.variant == variant]
                 if mine:

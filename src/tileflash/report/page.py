@@ -104,7 +104,8 @@ def _machine(lines: Sequence[Line]) -> Iterator[Block]:
         for line in run:
             if line.suite == "device":
                 pairs[line.metric] = f"{line.median:,.6g} ({line.low:,.6g} – {line.high:,.6g})"
-                pairs["slower clocks"] = str(line.case["reasons"])
+                if "reasons" in line.case:
+                    pairs["slower clocks"] = str(line.case["reasons"])
         yield Heading(2, "Environment")
         yield Facts(tuple(pairs.items()))
 
