@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from tileflash.bench.attention_peers import LOADERS
 from tileflash.bench.attention_variants import attempt, attention_variant
-from tileflash.bench.flags import UNSUPPORTED
+from tileflash.bench.flags import FAILED, UNSUPPORTED
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -32,7 +32,7 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", LOADERS.keys() - {"flex"})
 @pytest.mark.usefixtures("without_packages")
 def test_a_peer_that_is_not_here_is_a_reason(name: str) -> None:
     trial = attempt(lambda: (attention_variant(name)(*leaves(), True),))
@@ -124,3 +124,48 @@ def test_flash_attention_3_forward_and_backward(causal: bool) -> None:
     assert torch.equal(out, expected)
     for a, b in zip(torch.autograd.grad(out, ours, d_out), torch.autograd.grad(expected, theirs, d_out), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, which takes a compiler less and gives the same."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: made.append(options) or function)
+    flex = attention_variant("flex")
+    for _ in range(2):
+        q, k, v = (leaf.detach() for leaf in leaves())  # on a CPU it has no backward pass
+        torch.testing.assert_close(flex(q, k, v, causal), exact(q, k, v, causal))
+    assert made == [{"dynamic": False, "fullgraph": True}]  # once, and never in pieces
+
+
+def test_flex_attention_that_is_no_longer_compiled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's silent fallback, made loud: what runs inside sees the setting that turns it into an error."""
+    from torch._dynamo import config
+
+    def compiled(*_: Any, **__: Any) -> torch.Tensor:
+        assert config.fail_on_recompile_limit_hit
+        raise RuntimeError("Hard failure due to recompile_limit")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled)
+    trial = attempt(lambda: (attention_variant("flex")(*leaves(), True),))
+    assert (trial.flag, trial.reason) == (FAILED, "Hard failure due to recompile_limit")
+    assert not config.fail_on_recompile_limit_hit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attention_compiled_on_a_gpu(causal: bool) -> None:
+    for length in (128, 256, 384, 512, 640, 768, 896, 1024, 1152):  # more shapes than Dynamo recompiles for by default
+        results = []
+        for name in ("flex", "math"):
+            generator = torch.Generator("cuda").manual_seed(0)
+            q, k, v, d_out = (
+                torch.randn(1, length, 2, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+                for _ in range(4)
+            )
+            inputs = [t.requires_grad_() for t in (q, k, v)]
+            out = attention_variant(name)(q, k, v, causal)
+            results.append([out, *torch.autograd.grad(out, inputs, d_out)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=3e-2)

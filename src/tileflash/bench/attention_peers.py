@@ -1,4 +1,4 @@
-"""Peers that PyTorch does not bring along, as variants of the benchmark: the flash-attn package, FlashAttention 3 and 4.
+"""Peers that are loaded first, as variants of the benchmark: the flash-attn package, FlashAttention 3 and 4, compiled FlexAttention.
 
 Each is looked for when it is first called. One that is not here raises NotImplementedError with what was looked for: a reason in the
 table's cell, not the end of the run.
@@ -75,10 +75,47 @@ def _load_flash_attn(library: Path | None) -> Attention:
     return lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal)
 
 
+def _load_flex(library: Path | None) -> Attention:
+    from torch._dynamo import config
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+    compiled: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    masks: dict[tuple[int, int, str], BlockMask] = {}
+    known: set[tuple[object, ...]] = set()
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        if causal and q.shape[1] != k.shape[1]:
+            raise NotImplementedError("flex: this variant's causal mask is for as many queries as keys")
+        place = (q.shape[1], k.shape[1], str(q.device))
+        if causal and place not in masks:
+            masks[place] = create_block_mask(visible, None, None, q.shape[1], k.shape[1], device=str(q.device))
+        tensors = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        options: dict[str, Any] = {
+            "block_mask": masks[place] if causal else None,
+            "enable_gqa": q.shape[2] != k.shape[2],
+        }
+        shape = (q.shape, k.shape, q.dtype, causal, torch.is_grad_enabled() and q.requires_grad)
+        if shape in known:
+            out: Tensor = compiled(*tensors, **options)
+            return out.transpose(1, 2)
+        # Beyond its limit of recompilations Dynamo runs FlexAttention uncompiled, with the whole S x S matrix, and says so in a log
+        # alone. Here each new shape may compile, and a limit that is reached is an error.
+        with config.patch(fail_on_recompile_limit_hit=True, recompile_limit=256):
+            out = compiled(*tensors, **options)
+        known.add(shape)
+        return out.transpose(1, 2)
+
+    return run
+
+
 LOADERS: dict[str, Callable[[Path | None], Attention]] = {
     "fa3": _load_fa3,
     "fa4": _load_fa4,
     "flash-attn": _load_flash_attn,
+    "flex": _load_flex,
 }
 
 

@@ -33,9 +33,9 @@ def attention_variant(name: str, fa3_library: Path | None = None) -> Attention:
 
     `tileflash-BACKEND` is tileflash.attention(..., backend=BACKEND), `reference` its textbook backend; `fa2`, `cudnn`,
     `efficient` and `math` are the backends of PyTorch's scaled_dot_product_attention, each pinned so that it never
-    falls back silently. `tutorial-fa1` is FlashAttention 1 in plain PyTorch (`tileflash.attention.tutorial`). `fa3`,
-    `fa4` and `flash-attn` are packages of their own (`attention_peers`); `fa3_library` is a file that holds FA3's
-    operators where no package does. ValueError for another name.
+    falls back silently. `tutorial-fa1` is FlashAttention 1 in plain PyTorch (`tileflash.attention.tutorial`). `flex` is
+    compiled FlexAttention; `fa3`, `fa4` and `flash-attn` are packages of their own (`attention_peers`); `fa3_library` is
+    a file that holds FA3's operators where no package does. ValueError for another name.
     """
     if name in _PEERS:
         return _pinned(_PEERS[name])

@@ -40,7 +40,7 @@ def attention(
     variants: Annotated[
         str,
         typer.Option(
-            help="tileflash-BACKEND, reference; fa2, cudnn, efficient, math (PyTorch's, pinned); fa3, fa4, flash-attn "
+            help="tileflash-BACKEND, reference; fa2, cudnn, efficient, math (PyTorch's, pinned); flex; tutorial-fa1; fa3, fa4, flash-attn "
             "(packages)."
         ),
     ] = "tileflash-triton,fa2,cudnn",
