@@ -136,7 +136,8 @@ def test_flex_attention(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         q, k, v = (leaf.detach() for leaf in leaves())  # on a CPU it has no backward pass
         torch.testing.assert_close(flex(q, k, v, causal), exact(q, k, v, causal))
-    assert made == [{"dynamic": False, "fullgraph": True}]  # once, and never in pieces
+    ours = [options for options in made if "dynamic" in options]  # uncompiled, it compiles a part by itself
+    assert ours == [{"dynamic": False, "fullgraph": True}]  # once, and never in pieces
 
 
 def test_flex_attention_that_is_no_longer_compiled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
