@@ -50,6 +50,15 @@ def test_flash_attention_1_is_exact(monkeypatch: pytest.MonkeyPatch, causal: boo
     torch.testing.assert_close(*(torch.autograd.grad(out, leaves, d_out) for out in outs))
 
 
+def test_flash_attention_1_in_bfloat16_is_not_judged_wrong() -> None:
+    suite = replace(
+        SMALL, variants=("tutorial-fa1",), lengths=(600,), dtype="bfloat16", directions=("forward", "backward"), heads=1
+    )
+    ((lines, reasons),) = run_lengths(suite, SITTING, SteadyClock())
+    assert reasons == []
+    assert {line.flags for line in lines} == {()}
+
+
 def test_every_length_has_times_ratios_and_reasons() -> None:
     both = replace(SMALL, directions=("forward", "backward"))
     measured = list(run_lengths(both, SITTING, SteadyClock()))

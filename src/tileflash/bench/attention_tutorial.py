@@ -28,8 +28,8 @@ class _FlashAttention1(torch.autograd.Function):
         ctx.options = _options(q.shape[1], k.shape[1], causal)
         out, ell, m = torch.vmap(partial(tutorial.forward, **ctx.options))(*heads)
         ctx.save_for_backward(*heads, out, ell, m)
-        ctx.shape = q.shape
-        return _tensor(out, q.shape)
+        ctx.shape, ctx.dtype = q.shape, q.dtype
+        return _tensor(out, q.shape).to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -38,7 +38,7 @@ class _FlashAttention1(torch.autograd.Function):
         q, k, v, out, ell, m = ctx.saved_tensors
         backward = torch.vmap(partial(tutorial.backward, **ctx.options))
         results = backward(q, k, v, out, _heads(gradients[0]), ell, m)
-        return (*(_tensor(result, ctx.shape) for result in results), None)
+        return (*(_tensor(result, ctx.shape).to(ctx.dtype) for result in results), None)
 
 
 def _options(seq_q: int, seq_k: int, causal: bool) -> dict[str, Any]:
@@ -48,8 +48,9 @@ def _options(seq_q: int, seq_k: int, causal: bool) -> dict[str, Any]:
 
 
 def _heads(tensor: Tensor) -> Tensor:
-    """[B, S, H, D] -> [B * H, S, D]."""
-    return tensor.transpose(1, 2).flatten(0, 1)
+    """[B, S, H, D] -> [B * H, S, D], in fp32 at least: what the paper's kernel keeps on chip is not rounded to 16 bits."""
+    heads = tensor.transpose(1, 2).flatten(0, 1)
+    return heads.float() if heads.dtype.itemsize < 4 else heads
 
 
 def _tensor(heads: Tensor, shape: torch.Size) -> Tensor:
