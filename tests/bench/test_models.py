@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tileflash
 from support.clocks import SteadyClock
 from support.lines import H200
-from tileflash.bench import Line, Sitting, generation, read
+from tileflash.bench import Line, Sitting, generation, model_worker, read
 from tileflash.bench.audit import audit
 from tileflash.bench.generation import GenerationSuite, run_generation
 from tileflash.bench.model_memory import (
@@ -156,6 +156,21 @@ def test_steps_lines_and_tables() -> None:
     assert "`device` was meta" in result.stderr
     models = [replace(line, suite="models") for line in lines]
     assert "tok/s, baseline" in render("models", models, "en")
+
+
+def test_energy_a_token_where_the_gpu_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, _ = _steps(execute=lambda request, limit_s: Answer((100.0, 100.0), None, energy_j=6.4))
+    energies = [line.median for line in lines if line.metric == "millijoule_per_token"]
+    assert energies == [pytest.approx(100.0)] * 2 + [pytest.approx(50.0)] * 2  # 3.2 J a step of 32 and of 64 tokens
+    assert "| mJ a token, baseline | mJ a token, flash |" in render("training", lines, "en")
+    counter = iter([10.0, 13.0])
+    monkeypatch.setattr(model_worker, "energy_counter", lambda device: lambda: next(counter))
+    request = Request("gpt2-tiny", 1, 4, "baseline", "float32", "cpu", 1, 1)
+    monkeypatch.setattr(model_worker, "_LONG_ENOUGH_MS", 0.0)
+    assert measure(request).energy_j == 3.0
+    counter = iter([10.0])
+    monkeypatch.setattr(model_worker, "_LONG_ENOUGH_MS", 1e9)
+    assert measure(request).energy_j is None
 
 
 def test_repeats_turn_the_order_round_and_out_of_memory_is_not_repeated() -> None:

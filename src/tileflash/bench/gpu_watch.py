@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -66,6 +66,22 @@ class NvmlSensors:
             nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
             frozenset(name for bit, name in _REASONS.items() if bits & bit),
         )
+
+    def energy_j(self) -> float:
+        """Joules since the driver was loaded, where the GPU counts them; its counter moves about ten times a second."""
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+
+
+def energy_counter(device: str) -> Callable[[], float] | None:
+    """What reads the energy that a device has used, or None where it does not count (a CPU, AMD, older GPUs)."""
+    if not device.startswith("cuda"):
+        return None
+    try:
+        sensors = NvmlSensors(device)
+        sensors.energy_j()
+    except Exception:  # as in `GpuWatch.of`
+        return None
+    return sensors.energy_j
 
 
 class GpuWatch:

@@ -95,7 +95,8 @@ def in_a_process(request: Request, limit_s: float) -> Answer:
 def run_steps(
     suite: StepsSuite, sitting: Sitting, execute: Execute = in_a_process, now: Callable[[], float] = time.monotonic
 ) -> Iterator[tuple[StepsCase, list[Line], list[str]]]:
-    """Case by case: ledger lines (`step_ms`, `samples_per_s`, `tokens_per_s`, `peak_bytes`) and reasons. With `budget_seconds` it stops
+    """Case by case: ledger lines (`step_ms`, `samples_per_s`, `tokens_per_s`, `peak_bytes`, `millijoule_per_token`) and
+    reasons. With `budget_seconds` it stops
     before a case that would not end in time, taken to need as long as the longest so far."""
     begin, longest = now(), 0.0
     for case in suite.cases:
@@ -141,3 +142,7 @@ def _lines(
         yield sitting.line(
             suite.name, record, scheme, "peak_bytes", Statistic(middle, min(peaks), max(peaks), len(peaks))
         )
+    energies = [1e3 * answer.energy_j / len(answer.step_ms) for answer in answers if answer.energy_j is not None]
+    if energies:
+        energy = summarize([each / (case.batch * case.seq) for each in energies])
+        yield sitting.line(suite.name, record, scheme, "millijoule_per_token", energy)

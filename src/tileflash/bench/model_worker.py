@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from tileflash.bench.gpu_watch import energy_counter
 from tileflash.bench.model_shapes import SHAPES
 from tileflash.models import AttentionFunction, unfused_attention
 
 BASELINE, FLASH = "baseline", "flash"
+_LONG_ENOUGH_MS = 1000.0  # ten looks of the energy counter
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Milliseconds of each step and the highest use of GPU memory (None on a CPU), or why there are none."""
+    """Milliseconds of each step and the highest use of GPU memory (None on a CPU), or why there are none. `energy_j`: of the counted
+    steps together, None where the GPU does not count it or they were too short for its counter."""
 
     step_ms: tuple[float, ...] = ()
     peak_bytes: int | None = None
+    energy_j: float | None = None
     out_of_memory: bool = False
     reason: str = ""
 
@@ -66,7 +70,11 @@ def measure(request: Request) -> Answer:
         generator = torch.Generator(device).manual_seed(request.seed)
         tokens = torch.randint(config.vocab_size, (request.batch, request.seq + 1), generator=generator, device=device)
         times = []
-        for _ in range(request.warmup + request.steps):
+        energy = energy_counter(request.device)
+        before_j = 0.0
+        for step in range(request.warmup + request.steps):
+            if energy is not None and step == request.warmup:
+                before_j = energy()
             model.zero_grad(set_to_none=True)
             _wait(device)
             started = time.perf_counter()
@@ -77,7 +85,12 @@ def measure(request: Request) -> Answer:
             del logits
     except torch.OutOfMemoryError as error:
         return Answer(out_of_memory=True, reason=str(error).split("\n")[0][:300])
-    return Answer(tuple(times[request.warmup :]), torch.cuda.max_memory_allocated(device) if on_gpu else None)
+    counted_ms = times[request.warmup :]
+    return Answer(
+        tuple(counted_ms),
+        torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        energy() - before_j if energy is not None and sum(counted_ms) >= _LONG_ENOUGH_MS else None,
+    )
 
 
 def _wait(device: torch.device) -> None:

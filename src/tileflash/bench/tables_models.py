@@ -68,9 +68,11 @@ def _steps(name: str, run: list[Line], words: Words) -> str:
         else Column("tok/s, {variant}", "tokens_per_s", lambda line: number(line.median or 0.0))
     )
     milliseconds = Column("ms a step, {variant}", "step_ms", lambda line: number(line.median or 0.0))
-    text = Grid(run, [_MODEL, _BATCH], words).render(
-        [rate, milliseconds, _PEAK, Quotient("speed-up, {variant}", "step_ms")]
-    )
+    columns: list[Column | Quotient] = [rate, milliseconds, _PEAK]
+    if any(line.metric == "millijoule_per_token" for line in run):
+        columns.append(Column("mJ a token, {variant}", "millijoule_per_token", lambda line: number(line.median or 0.0)))
+    columns.append(Quotient("speed-up, {variant}", "step_ms"))
+    text = Grid(run, [_MODEL, _BATCH], words).render(columns)
     case = run[0].case
     note = (
         f"Forward and backward, {case['dtype']} weights and gradients, no optimizer, random tokens; each in a process of its own; "
