@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,112 +36,81 @@ Mask = Annotated[str, typer.Option(help="full or causal.")]
 Direction = Annotated[str, typer.Option(help="forward, backward or both.")]
 
 
-@friendly_errors
-def lengths(
-    lengths: Lengths = "512,1024,2048,4096,8192",
-    variants: Variants = "math,fa2,fa3,fa4,cudnn,tileflash-auto",
-    batch: Batch = 8,
-    heads: Heads = 32,
-    head_dim: HeadDim = 64,
-    mask: Mask = "causal",
-    direction: Direction = "forward",
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    rounds: Rounds = 3,
-    target_ms: TargetMs = 100.0,
-    pause_ms: PauseMs = 20.0,
-    budget_seconds: BudgetSeconds = None,
-    output: Output = None,
-    fa3_library: Fa3Library = None,
-    largest_spread: LargestSpread = 0.2,
-) -> None:
+def _command(
+    name: Name, text: str, *, lengths: str, variants: str, batch: int, direction: str = "forward"
+) -> Callable[..., None]:
+    """The command of a suite: all three have the same options and differ in their defaults. `text` is its help."""
+    default_lengths, default_variants, default_batch, default_direction = lengths, variants, batch, direction
+
+    @friendly_errors
+    def run(
+        lengths: Lengths = default_lengths,
+        variants: Variants = default_variants,
+        batch: Batch = default_batch,
+        heads: Heads = 32,
+        head_dim: HeadDim = 64,
+        mask: Mask = "causal",
+        direction: Direction = default_direction,
+        dtype: Dtype = "bfloat16",
+        device: Device = "cuda",
+        rounds: Rounds = 3,
+        target_ms: TargetMs = 100.0,
+        pause_ms: PauseMs = 20.0,
+        budget_seconds: BudgetSeconds = None,
+        output: Output = None,
+        fa3_library: Fa3Library = None,
+        largest_spread: LargestSpread = 0.2,
+    ) -> None:
+        from tileflash.bench.lengths import LengthsSuite
+        from tileflash.bench.timing import TimingPlan
+
+        if name == "scaling" and direction != "forward":
+            raise ValueError(f"`--direction` was {direction!r}; the table of time a token is of forward")
+        suite = LengthsSuite(
+            name, numbers("--lengths", lengths), words(variants), batch, heads, head_dim, mask,
+            words(direction),  # type: ignore[arg-type]  # the suite checks the words
+            dtype, device, budget_seconds, TimingPlan(rounds=rounds, target_ms=target_ms, pause_ms=pause_ms), fa3_library,
+        )  # fmt: skip
+        raise typer.Exit(_measure(suite, output, largest_spread))
+
+    run.__doc__ = text
+    return run
+
+
+lengths = _command(
+    "lengths",
     """Time of attention by length at one batch, beside the standard one: the table of batch 8, 32 heads of 64.
 
     Example: tileflash bench lengths --output benchmarks/results/lengths.jsonl
     On a CPU: tileflash bench lengths --device cpu --lengths 64,128 --batch 1 --heads 2 --variants math,tileflash-auto
-    """
-    _run(
-        "lengths", lengths, variants, batch, heads, head_dim, mask, direction, dtype, device, rounds, target_ms, pause_ms,
-        budget_seconds, output, fa3_library, largest_spread,
-    )  # fmt: skip
-
-
-@friendly_errors
-def scaling(
-    lengths: Lengths = "512,1024,2048,4096,8192,16384",
-    variants: Variants = "math,tileflash-auto",
-    batch: Batch = 1,
-    heads: Heads = 32,
-    head_dim: HeadDim = 64,
-    mask: Mask = "causal",
-    direction: Direction = "forward",
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    rounds: Rounds = 3,
-    target_ms: TargetMs = 100.0,
-    pause_ms: PauseMs = 20.0,
-    budget_seconds: BudgetSeconds = None,
-    output: Output = None,
-    fa3_library: Fa3Library = None,
-    largest_spread: LargestSpread = 0.2,
-) -> None:
+    """,
+    lengths="512,1024,2048,4096,8192",
+    variants="math,fa2,fa3,fa4,cudnn,tileflash-auto",
+    batch=8,
+)
+scaling = _command(
+    "scaling",
     """Time a token and memory a token by length: what grows with the length and what does not.
 
     Example: tileflash bench scaling --output benchmarks/results/scaling.jsonl
     On a CPU: tileflash bench scaling --device cpu --lengths 64,128 --heads 2
-    """
-    if direction != "forward":
-        raise ValueError(f"`--direction` was {direction!r}; the table of time a token is of forward")
-    _run(
-        "scaling", lengths, variants, batch, heads, head_dim, mask, direction, dtype, device, rounds, target_ms, pause_ms,
-        budget_seconds, output, fa3_library, largest_spread,
-    )  # fmt: skip
-
-
-@friendly_errors
-def versions(
-    lengths: Lengths = "4096",
-    variants: Variants = "math,tutorial-fa1,fa2,fa3,fa4,cudnn,tileflash-auto",
-    batch: Batch = 8,
-    heads: Heads = 32,
-    head_dim: HeadDim = 64,
-    mask: Mask = "causal",
-    direction: Direction = "forward,backward",
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    rounds: Rounds = 3,
-    target_ms: TargetMs = 100.0,
-    pause_ms: PauseMs = 20.0,
-    budget_seconds: BudgetSeconds = None,
-    output: Output = None,
-    fa3_library: Fa3Library = None,
-    largest_spread: LargestSpread = 0.2,
-) -> None:
-    """The standard attention, FlashAttention 1 (the tutorial's), 2, 3 and 4, cuDNN and tileflash: ms, TFLOP/s, memory; and their features.
+    """,
+    lengths="512,1024,2048,4096,8192,16384",
+    variants="math,tileflash-auto",
+    batch=1,
+)
+versions = _command(
+    "versions",
+    """The standard attention, FlashAttention 1 (the tutorial's), 2, 3 and 4, cuDNN and tileflash: ms, TFLOP/s, memory; their features.
 
     Example: tileflash bench versions --fa3-library flash_attn_3.so --output benchmarks/results/versions.jsonl
     On a CPU: tileflash bench versions --device cpu --lengths 64 --batch 1 --heads 2
-    """
-    _run(
-        "versions", lengths, variants, batch, heads, head_dim, mask, direction, dtype, device, rounds, target_ms, pause_ms,
-        budget_seconds, output, fa3_library, largest_spread,
-    )  # fmt: skip
-
-
-def _run(
-    name: Name, lengths: str, variants: str, batch: int, heads: int, head_dim: int, mask: str, direction: str, dtype: str, device: str,
-    rounds: int, target_ms: float, pause_ms: float, budget_seconds: float | None, output: Path | None, fa3_library: Path | None,
-    largest_spread: float,
-) -> None:  # fmt: skip
-    from tileflash.bench.lengths import LengthsSuite
-    from tileflash.bench.timing import TimingPlan
-
-    suite = LengthsSuite(
-        name, numbers("--lengths", lengths), words(variants), batch, heads, head_dim, mask,
-        words(direction),  # type: ignore[arg-type]  # the suite checks the words
-        dtype, device, budget_seconds, TimingPlan(rounds=rounds, target_ms=target_ms, pause_ms=pause_ms), fa3_library,
-    )  # fmt: skip
-    raise typer.Exit(_measure(suite, output, largest_spread))
+    """,
+    lengths="4096",
+    variants="math,tutorial-fa1,fa2,fa3,fa4,cudnn,tileflash-auto",
+    batch=8,
+    direction="forward,backward",
+)
 
 
 def _measure(suite: LengthsSuite, output: Path | None, largest_spread: float) -> int:
