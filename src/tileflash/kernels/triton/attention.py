@@ -26,6 +26,8 @@ from tileflash.kernels.triton.option_arguments import (
 from tileflash.kernels.triton.sizes import Sizes
 
 _BIAS_PROGRAMS = 1024  # enough for a large GPU
+# Elements between two rows, as a batch of 1024 has in [S, B, H, D] memory. Tiles have up to 128 rows, and their offsets 32 bits.
+_WIDEST_ROW = 2**23
 _LOG2_E = 1.4426950408889634
 
 # Launches made ready, by all that they depend on.
@@ -203,8 +205,6 @@ def _bias_gradient(
     batch, query_length, key_length = sizes.batch, sizes.query_length, sizes.key_length
     if options.packed:
         batch, query_length, key_length = sizes.sequences, options.max_seqlen_q, options.max_seqlen_k
-    if bias.numel() == 0:  # of no keys
-        return torch.zeros_like(bias)
     bias_batch, bias_heads, bias_queries, bias_keys = bias.shape
     tile = sizes.tile("bias")
     own_tiles = -(-bias_queries // tile.block_m) * -(-bias_keys // tile.block_n) * bias_batch * bias_heads
@@ -234,5 +234,6 @@ def _strides(options: Options, *tensors: Tensor) -> tuple[int, ...]:
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself where its last dimension is contiguous, else a copy."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+    """The tensor itself where its last dimension is contiguous and its rows are near enough for 32-bit offsets in a tile, else a copy."""
+    stride = tensor.stride()
+    return tensor if stride[3] == 1 and stride[1] <= _WIDEST_ROW else tensor.contiguous()
