@@ -28,11 +28,6 @@ SMALL = HostSuite(
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TILEFLASH_FA3_LIBRARY", raising=False)
-
-
 def test_every_variant_in_every_mode_and_a_reason_for_what_is_not_here() -> None:
     cells = measure_host(SMALL)
     assert [(cell.variant, cell.mode) for cell in cells] == [(v, m) for v in SMALL.variants for m in MODES]
@@ -51,7 +46,7 @@ def test_a_measurement_is_the_time_of_all_calls_over_their_number(monkeypatch: p
     clock, waits = [0.0], []
     prices = {"tileflash-auto": 2e-6, "math": 7e-6}
 
-    def variant(name: str) -> Any:
+    def variant(name: str, *_: object) -> Any:
         @contextmanager
         def hold() -> Any:  # entered and left at a price that no call has
             clock[0] += 0.5
@@ -111,6 +106,8 @@ def test_the_command(tmp_path: Path) -> None:
         "16",
         "--calls",
         "2",
+        "--largest-spread",
+        "1e6",
     ]
     result = CliRunner().invoke(app, ["bench", "host", *arguments, "--rounds", "2", "--output", str(ledger)])
     assert result.exit_code == 0, result.output
@@ -128,7 +125,7 @@ def test_a_variant_that_has_no_backward_says_why(monkeypatch: pytest.MonkeyPatch
             raise NotImplementedError("no gradients here")
         return q
 
-    monkeypatch.setattr(host, "held_variant", lambda name: (nullcontext, only_forward))
+    monkeypatch.setattr(host, "held_variant", lambda name, *_: (nullcontext, only_forward))
     arguments = ["--device", "cpu", "--variants", "math", "--calls", "1", "--rounds", "1"]
     result = CliRunner().invoke(app, ["bench", "host", *arguments])
     assert result.stdout.count("math: no gradients here") == 1

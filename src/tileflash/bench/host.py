@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -39,6 +40,7 @@ class HostSuite:
     calls: int = 200
     rounds: int = 9
     seed: int = 0
+    fa3_library: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.variants or len(set(self.variants)) < len(self.variants):
@@ -70,7 +72,7 @@ def measure_host(suite: HostSuite, now: Callable[[], float] = time.perf_counter)
     cells: dict[tuple[str, str], HostCell] = {}
     calls: dict[tuple[str, str], tuple[Callable[[], AbstractContextManager[object]], Callable[[], object]]] = {}
     for variant in suite.variants:
-        hold, function = held_variant(variant)
+        hold, function = held_variant(variant, suite.fa3_library)
         for mode, call in _calls(suite, function).items():
             with hold():
                 trial = attempt(lambda call=call: (call(),))  # type: ignore[misc]
