@@ -32,7 +32,7 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
 
 
-@pytest.mark.parametrize("name", LOADERS.keys() - {"flex"})
+@pytest.mark.parametrize("name", sorted(LOADERS.keys() - {"flex"}))
 @pytest.mark.usefixtures("without_packages")
 def test_a_peer_that_is_not_here_is_a_reason(name: str) -> None:
     trial = attempt(lambda: (attention_variant(name)(*leaves(), True),))

@@ -11,7 +11,7 @@ import torch
 
 from tileflash.attention import dispatch, ops  # dispatch: backends register their kernels
 from tileflash.fuzz import Problem, examine
-from tileflash.fuzz.judge import measure, read
+from tileflash.fuzz.judge import measure, poisoned_memory, read
 from tileflash.fuzz.variants import make_problem, make_variants
 from tileflash.fuzz.work import Task, work
 from tileflash.fuzz.worker import smaller
@@ -194,3 +194,14 @@ def test_what_is_hidden_and_not_finite_is_in_the_inputs(poison: str, monkeypatch
     problem = Problem(sq=20, sk=41, causal="top-left", poison=poison)
     assert examine(problem, "triton", "cpu") == []
     assert seen == [False]
+
+
+def test_memory_that_nobody_wrote_is_nan_however_it_was_made() -> None:
+    like = torch.zeros(3, 2)
+    before = (torch.empty, torch.empty_like, torch.empty_strided)
+    with pytest.raises(KeyError), poisoned_memory():
+        for made in (torch.empty(3, 2), torch.empty_like(like), torch.empty_strided((3, 2), (1, 3))):
+            assert made.isnan().all()
+        assert torch.empty(3, dtype=torch.int32).shape == (3,)
+        raise KeyError
+    assert (torch.empty, torch.empty_like, torch.empty_strided) == before

@@ -9,7 +9,7 @@ looked at once more with allowances made for its very numbers (`closer`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,18 +62,23 @@ class _Setting:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty and torch.empty_like give NaN meanwhile, so that an element nobody wrote shows."""
-    empty, empty_like = torch.empty, torch.empty_like
+    """torch.empty, empty_like and empty_strided give NaN meanwhile, so that an element nobody wrote shows."""
+    makers = {name: getattr(torch, name) for name in ("empty", "empty_like", "empty_strided")}
 
-    def fill(tensor: Tensor) -> Tensor:
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
-    torch.empty = lambda *args, **kwargs: fill(empty(*args, **kwargs))
-    torch.empty_like = lambda *args, **kwargs: fill(empty_like(*args, **kwargs))
+        return made
+
+    for name, make in makers.items():
+        setattr(torch, name, filled(make))
     try:
         yield
     finally:
-        torch.empty, torch.empty_like = empty, empty_like
+        for name, make in makers.items():
+            setattr(torch, name, make)
 
 
 def measure(problem: Problem, backends: Sequence[str], device: str) -> Measured:
