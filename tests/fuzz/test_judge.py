@@ -199,9 +199,8 @@ def test_what_is_hidden_and_not_finite_is_in_the_inputs(poison: str, monkeypatch
 def test_memory_that_nobody_wrote_is_nan_however_it_was_made() -> None:
     like = torch.zeros(3, 2)
     before = (torch.empty, torch.empty_like, torch.empty_strided)
-    with pytest.raises(KeyError), poisoned_memory():
+    with poisoned_memory():
         for made in (torch.empty(3, 2), torch.empty_like(like), torch.empty_strided((3, 2), (1, 3))):
             assert made.isnan().all()
         assert torch.empty(3, dtype=torch.int32).shape == (3,)
-        raise KeyError
     assert (torch.empty, torch.empty_like, torch.empty_strided) == before
