@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tileflash.parallel.layout import SINGLE
+from tileflash.train.resident_memory import peak_resident_bytes
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,5 @@ def peak_memory(device: torch.device) -> tuple[int, int]:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    peak = _peak_resident_bytes()
+    peak = peak_resident_bytes()
     return peak, peak
-
-
-def _peak_resident_bytes() -> int:
-    status = Path("/proc/self/status")
-    if status.is_file():
-        # Not getrusage: on Linux its maximum survives exec, so that a child of a large process starts with its size.
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

@@ -43,21 +43,21 @@ def attention_forward(
     Query i sees key j where low <= j - i <= high (None: no bound), as far as `options` do not say otherwise. `scale` multiplies the
     logits. Strides are free; only a last dimension that is not contiguous is copied.
     """
-    q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
-    if q_stride[3] != 1 or k_stride[3] != 1 or v_stride[3] != 1:
-        q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-        q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
-    out, lse = empty_out(q, v)
-    if lse.numel() == 0:
-        return out, lse
-    if k.shape[1] == 0 and options is PLAIN:
-        return out.zero_(), lse.fill_(-torch.inf)
+    if q.numel() == 0:
+        return empty_out(q, v)
     features, tuples = _options(options, scale, q, k)
     key = (
-        q.shape, k.shape, v.shape, q_stride, k_stride, v_stride, q.dtype, q.device, scale, low, high, _kind(options)
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scale, low, high, _kind(options)
     )  # fmt: skip
     launch = _forward_launches.get(key)
+    if launch is None:  # whatever need not be asked at each call is asked here
+        readable = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+        if readable[0] is not q or readable[1] is not k or readable[2] is not v:
+            return attention_forward(*readable, scale, low, high, options)
+    out, lse = empty_out(q, v)
     if launch is None:
+        if k.shape[1] == 0 and options is PLAIN:
+            return out.zero_(), lse.fill_(-torch.inf)
         launch = remember(_forward_launches, key, _prepare_forward(q, k, v, out, scale, low, high, features, options))
     with current_device(q):
         launch((q, k, v, out, lse), q.get_device(), tuples)
