@@ -108,3 +108,56 @@ def test_a_second_call_starts_what_the_first_compiled_with_its_own_addresses(
             prepared((first, second), 0, ((third, 3), ()))
         assert len(first_calls) == before + 1
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_descriptors_are_encoded_for_the_c_function_and_left_to_every_other_launcher(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    compat_gluon = pytest.importorskip("tileflash.kernels.compat_gluon")
+    calls: list[tuple[Any, ...]] = []
+    made: list[int] = []
+
+    class Function:
+        def __call__(self, *arguments: Any) -> None:
+            calls.append(arguments)
+
+    class Launcher(CudaLauncher):
+        def __call__(self, *arguments: Any) -> None:
+            calls.append(arguments)
+
+    def encode(bound: Any, meta: str) -> list[Any]:
+        made.append(bound.base.data_ptr())
+        return [meta, bound.base.data_ptr()]
+
+    Launcher.__name__ = "CudaLauncher"
+    compiled = _compiled(Launcher(Function()))
+    compiled.metadata = SimpleNamespace(tensordesc_meta=["of a"])
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *arguments, **options: compiled
+
+    monkeypatch.setattr(compat.triton, "__version__", version)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(compat_gluon, "TensorDescriptor", lambda *arguments: arguments)
+    monkeypatch.setattr(compat_gluon, "make_tensordesc_arg", encode)
+    described = (compat_gluon.DescribedTensor((8,), (1,), (8,), "layout"),)
+    prepared = compat_gluon.PreparedDescriptorLaunch(Kernel(), 5, described, (1.5,), {"BLOCK": 16})
+    a, other, pointer = torch.zeros(8), torch.zeros(8), torch.zeros(8)
+    for tensor in (a, a, a, other):
+        prepared((tensor,), (pointer,), 0)
+    assert len(calls) == 3  # the first call compiles
+    first = BARE if version == "3.6.0" else WHOLE
+    for call, tensor in zip(calls, (a, a, other), strict=True):
+        assert call[:4] == (5, 1, 1, 77)
+        assert call[4 : 4 + len(first)] == first
+        assert call[-3:] == (pointer.data_ptr(), 1.5, 16)
+        descriptors = call[4 + len(first) : -3]
+        if version == "3.6.0":
+            assert descriptors == ("of a", tensor.data_ptr())
+        else:
+            (bound,) = descriptors
+            assert bound.base is tensor
+            assert (bound.shape, bound.strides, bound.block_shape, bound.layout) == described[0]
+    assert made == ([a.data_ptr(), other.data_ptr()] if version == "3.6.0" else [])  # once an address

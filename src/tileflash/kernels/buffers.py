@@ -15,10 +15,6 @@ def empty_contiguous(tensor: Tensor) -> Tensor:
 def empty_out(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] fp32, contiguous, of q [B, Sq, Hq, D] and v [B, Sk, Hkv, Dv]."""
     batch, length, heads, head_dim = q.shape
-    width = v.shape[3]
-    if width == head_dim:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        out = torch.empty((batch, length, heads, width), dtype=q.dtype, device=q.device)
-    strides = (heads * length, length, 1)
+    shape, strides = (batch, length, heads, v.shape[3]), (heads * length, length, 1)
+    out = empty_contiguous(q) if shape[3] == head_dim else torch.empty(shape, dtype=q.dtype, device=q.device)
     return out, torch.empty_strided((batch, heads, length), strides, dtype=torch.float32, device=q.device)

@@ -78,13 +78,13 @@ def start_of(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
     nothing is to be allocated it is called itself, with descriptors that the caller has encoded. Other versions are called as they are.
     """
     launcher = compiled.run
-    found = bare_launcher(compiled)
+    found = _bare_launcher(compiled)
     if found is None:
         return launcher, (compiled.function, compiled.packed_metadata, None, None, None)
     return found, (compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None)
 
 
-def bare_launcher(compiled: Any) -> Any:
+def _bare_launcher(compiled: Any) -> Any:
     """Triton 3.6's C function that starts `compiled`; None in other versions, whose arguments are not known, or where the function alone
     would not do."""
     launcher = compiled.run

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tileflash.kernels.compat import bare_launcher
+from tileflash.kernels.compat import start_of
 
 __all__ = [
     "LAUNCH_OPTIONS",
@@ -102,7 +102,7 @@ class PreparedDescriptorLaunch:
     finds its buffers where they were the step before. The descriptor travels in the kernel's arguments; nothing outlives the launch.
     """
 
-    __slots__ = ("compiled", "constants", "described", "encoded", "fixed", "grid_size", "kernel", "launcher", "scalars")
+    __slots__ = ("compiled", "constants", "described", "encoded", "fixed", "grid_size", "kernel", "scalars", "start")
 
     _MOST_ENCODED = 1024
 
@@ -122,41 +122,37 @@ class PreparedDescriptorLaunch:
         self.constants = constants
         self.fixed = (*scalars, *constants.values())
         self.compiled: Any = None
-        self.launcher: Any = None
+        self.start: tuple[Any, tuple[Any, ...]] = (None, ())
         self.encoded: tuple[dict[int, list[Any]], ...] = tuple({} for _ in described)
 
     def __call__(self, tensors: tuple[Tensor, ...], pointers: tuple[Tensor, ...], device_index: int) -> None:
         """Launch on the current stream of CUDA device `device_index`, the current device. All addresses must be multiples of 16 bytes."""
         if self.compiled is None or knobs.runtime.launch_enter_hook.calls:  # a profiler's hook wants the whole way
-            descriptors = [
+            described = [
                 TensorDescriptor(tensor, list(shape), list(strides), list(block_shape), layout)
                 for tensor, (shape, strides, block_shape, layout) in zip(tensors, self.described, strict=True)
             ]
             self.compiled = self.kernel[(self.grid_size,)](
-                *descriptors, *pointers, *self.scalars, **self.constants, **LAUNCH_OPTIONS
+                *described, *pointers, *self.scalars, **self.constants, **LAUNCH_OPTIONS
             )
-            self.launcher = bare_launcher(self.compiled)
+            self.start = start_of(self.compiled)
             return
-        compiled = self.compiled
+        run, first = self.start
         stream = torch._C._cuda_getCurrentRawStream(device_index)
         addresses = [pointer.data_ptr() for pointer in pointers]
-        if self.launcher is None:
-            bound = [_Bound(tensor, described) for tensor, described in zip(tensors, self.described, strict=True)]
-            compiled.run(
-                self.grid_size, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *bound, *addresses, *self.fixed
-            )  # fmt: skip
-            return
-        descriptors = []
-        for i, tensor in enumerate(tensors):
-            address = tensor.data_ptr()
-            encoded = self.encoded[i].get(address)
-            if encoded is None:
-                encoded = self._encode(i, address, tensor)
-            descriptors += encoded
-        self.launcher(
-            self.grid_size, 1, 1, stream, compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None,
-            *descriptors, *addresses, *self.fixed,
-        )  # fmt: skip
+        descriptors: list[Any] = []
+        if run is self.compiled.run:  # Triton's whole launcher encodes descriptors itself
+            descriptors += [
+                _Bound(tensor, described) for tensor, described in zip(tensors, self.described, strict=True)
+            ]
+        else:
+            for i, tensor in enumerate(tensors):
+                address = tensor.data_ptr()
+                encoded = self.encoded[i].get(address)
+                if encoded is None:
+                    encoded = self._encode(i, address, tensor)
+                descriptors += encoded
+        run(self.grid_size, 1, 1, stream, *first, *descriptors, *addresses, *self.fixed)
 
     def _encode(self, i: int, address: int, tensor: Tensor) -> list[Any]:
         kept = self.encoded[i]
