@@ -50,9 +50,7 @@ def tiled_forward(
     lse = torch.full((batch, heads, query_length), -torch.inf, dtype=compute, device=q.device)
     for begin, end in _bounds(q, k):
         strip = _strip(q, k, v, scale, Band(low, high), options, begin, end, first_sequence)
-        row_lse = log_sum_exp(strip.logits)  # [B, Hkv, group, rows]
-        if options.sinks is not None:
-            row_lse = torch.logaddexp(row_lse, _sinks(options.sinks, kv_heads, compute))
+        row_lse = _row_lse(strip, options, kv_heads)
         weights, _ = _softmax(strip, options, kv_heads)
         if strip.keep is not None:
             weights = weights * strip.keep
@@ -87,10 +85,7 @@ def tiled_backward(
         empty = row_lse == -torch.inf
         d_outs = d_outs.masked_fill(empty[..., None], 0.0)
         weights, sink_weights = _softmax(strip, options, kv_heads)
-        own_lse = log_sum_exp(strip.logits)
-        if options.sinks is not None:
-            own_lse = torch.logaddexp(own_lse, _sinks(options.sinks, kv_heads, compute))
-        share = _share(own_lse, row_lse)
+        share = _share(_row_lse(strip, options, kv_heads), row_lse)
         weights = weights * share[..., None]
         delta = (d_outs * outs).sum(4)
         if d_lse is not None:
@@ -202,6 +197,12 @@ def _softmax(strip: _Strip, options: Options, kv_heads: int) -> tuple[Tensor, Te
     return weights.masked_fill(
         ~strip.visible, 0.0
     ), sink_weights  # a row that sees NaN has weights that are, hidden ones too
+
+
+def _row_lse(strip: _Strip, options: Options, kv_heads: int) -> Tensor:
+    """[B, Hkv, group, rows], of the logits and the sinks."""
+    lse = log_sum_exp(strip.logits)
+    return lse if options.sinks is None else torch.logaddexp(lse, _sinks(options.sinks, kv_heads, lse.dtype))
 
 
 def _share(own_lse: Tensor, row_lse: Tensor) -> Tensor:
