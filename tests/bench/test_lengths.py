@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,8 @@ SMALL = LengthsSuite(
     "scaling", lengths=(16, 32), variants=("math", "tileflash-sdpa", "fa3"), batch=1, heads=2, head_dim=16, dtype="float32",
     device="cpu", timing=TimingPlan(rounds=1, target_ms=0.0, warmup_ms=0.0, pause_ms=0.0),
 )  # fmt: skip
+pytestmark = pytest.mark.usefixtures("one_thread")
 SITTING = Sitting.begin({"gpu": None, "cpu": "test", "commit": "abc"})
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for one another take most of the time of operations this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("causal", [False, True])

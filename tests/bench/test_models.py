@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,16 +33,8 @@ from tileflash.bench.timing import TimingPlan
 from tileflash.cli import app
 from tileflash.models import build_model, parameter_count, unfused_attention
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SITTING = Sitting.begin({"gpu": None, "cpu": "test", "commit": "abc"})
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for one another take most of the time of operations this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 LLAMA2 = SHAPES["llama2-7b"]

@@ -78,10 +78,12 @@ class BenchSession:
         console.print(machine_line(self.sitting))
         print_markdown(console, render(block, self._lines, "en", self._largest_spread))
 
-    def end(self, console: Console) -> int:
-        """Say what the audit found; the exit status: 1 where it found anything."""
+    def end(self, console: Console, reasons: Iterable[str] = ()) -> int:
+        """Say why figures are missing (`reasons`) and what the audit found; the exit status: 1 where it found anything."""
         from rich.console import Console
 
+        for reason in reasons:
+            console.print(reason, markup=False)
         if self._output is not None:
             console.print(f"appended to {self._output}", markup=False)
         errors = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -63,6 +63,5 @@ def host(
             row.append("-" if figure is None else f"{figure.median:.1f} ({figure.low:.1f} - {figure.high:.1f})")
         table.add_row(variant, *row)
     console.print(table)
-    for reason in dict.fromkeys(f"{cell.variant}: {cell.reason}" for cell in cells if cell.reason):
-        console.print(reason, markup=False)
-    raise typer.Exit(session.end(console))
+    reasons = dict.fromkeys(f"{cell.variant}: {cell.reason}" for cell in cells if cell.reason)
+    raise typer.Exit(session.end(console, reasons))

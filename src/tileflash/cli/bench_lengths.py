@@ -135,6 +135,4 @@ def _measure(suite: LengthsSuite, output: Path | None, largest_spread: float) ->
         from tileflash.cli.bench_console import print_markdown
 
         print_markdown(console, features_block((), words_for("en")))
-    for reason in dict.fromkeys(told):
-        console.print(reason, markup=False)
-    return session.end(console)
+    return session.end(console, dict.fromkeys(told))

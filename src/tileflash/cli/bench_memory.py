@@ -90,9 +90,8 @@ def _run(suite: MemorySuite, output: Path | None, largest_spread: float) -> int:
                 *(_cell(row[variant], first if variant != baseline else None) for variant in suite.variants),
             )  # fmt: skip
         console.print(table)
-    for reason in dict.fromkeys(f"{cell.variant}: {cell.reason}" for cell in cells if cell.reason):
-        console.print(reason, markup=False)
-    return session.end(console)
+    reasons = dict.fromkeys(f"{cell.variant}: {cell.reason}" for cell in cells if cell.reason)
+    return session.end(console, reasons)
 
 
 def _cell(cell: MemoryCell, baseline_bytes: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 
     from tileflash.bench.model_steps import Name, StepsCase, StepsSuite
 
-_TRAINING = "llama2-7b:4x2048,llama2-7b:8x2048,llama2-7b:4x4096,llama2-7b:8x4096,llama2-7b:2x8192"
-_MODELS = (
-    "llama2-7b:4x2048,llama2-13b:4x2048,llama2-70b:4x2048,gpt2:4x1024,gpt-j-6b-shape:4x1024,gpt-neox-20b-shape:4x1024"
-)
 Cases = Annotated[str, typer.Option(help="MODEL:BATCHxLENGTH, comma-separated; models as for model-memory.")]
 Repeats = Annotated[int, typer.Option(help="Processes of each; the schemes' order turns round at each.")]
 Steps = Annotated[int, typer.Option(help="Steps of a process that count.")]
@@ -57,50 +54,51 @@ def model_memory(
     raise typer.Exit(session.end(console))
 
 
-@friendly_errors
-def training(
-    cases: Cases = _TRAINING,
-    repeats: Repeats = 1,
-    steps: Steps = 5,
-    dtype: ModelDtype = "bfloat16",
-    device: Device = "cuda",
-    timeout_seconds: Timeout = 300.0,
-    budget_seconds: BudgetSeconds = None,
-    output: Output = None,
-    largest_spread: LargestSpread = 0.2,
-) -> None:
+def _command(name: Name, text: str, default_cases: str) -> Callable[..., None]:
+    """The command of a suite of whole models: both have the same options. `text` is its help."""
+
+    @friendly_errors
+    def run(
+        cases: Cases = default_cases,
+        repeats: Repeats = 1,
+        steps: Steps = 5,
+        dtype: ModelDtype = "bfloat16",
+        device: Device = "cuda",
+        timeout_seconds: Timeout = 300.0,
+        budget_seconds: BudgetSeconds = None,
+        output: Output = None,
+        largest_spread: LargestSpread = 0.2,
+    ) -> None:
+        from tileflash.bench.model_steps import StepsSuite
+
+        suite = StepsSuite(
+            name, _cases(cases), repeats, steps, dtype=dtype, device=device, timeout_seconds=timeout_seconds,
+            budget_seconds=budget_seconds,
+        )  # fmt: skip
+        raise typer.Exit(_measure(suite, output, largest_spread))
+
+    run.__doc__ = text
+    return run
+
+
+training = _command(
+    "training",
     """Samples a second of a model's forward and backward by batch and length, with and without flash; out of memory is a result.
 
     Example: tileflash bench training --output benchmarks/results/training.jsonl
     On a CPU: tileflash bench training --device cpu --cases llama3-tiny:2x64,llama3-tiny:2x128 --dtype float32
-    """
-    raise typer.Exit(
-        _steps(
-            "training", cases, repeats, steps, dtype, device, timeout_seconds, budget_seconds, output, largest_spread
-        )
-    )
-
-
-@friendly_errors
-def models(
-    cases: Cases = _MODELS,
-    repeats: Repeats = 1,
-    steps: Steps = 5,
-    dtype: ModelDtype = "bfloat16",
-    device: Device = "cuda",
-    timeout_seconds: Timeout = 300.0,
-    budget_seconds: BudgetSeconds = None,
-    output: Output = None,
-    largest_spread: LargestSpread = 0.2,
-) -> None:
+    """,
+    "llama2-7b:4x2048,llama2-7b:8x2048,llama2-7b:4x4096,llama2-7b:8x4096,llama2-7b:2x8192",
+)
+models = _command(
+    "models",
     """Whole models, forward and backward, with and without flash; what a GPU has no memory for is told as such.
 
     Example: tileflash bench models --output benchmarks/results/models.jsonl
     On a CPU: tileflash bench models --device cpu --cases gpt2-tiny:2x64,llama3-tiny:2x64 --dtype float32
-    """
-    raise typer.Exit(
-        _steps("models", cases, repeats, steps, dtype, device, timeout_seconds, budget_seconds, output, largest_spread)
-    )
+    """,
+    "llama2-7b:4x2048,llama2-13b:4x2048,llama2-70b:4x2048,gpt2:4x1024,gpt-j-6b-shape:4x1024,gpt-neox-20b-shape:4x1024",
+)
 
 
 @friendly_errors
@@ -138,31 +136,10 @@ def generation(
             progress_line(f"generation: context {context}")
     console = table_console()
     session.show(console, SUITE)
-    for reason in told:
-        console.print(reason, markup=False)
-    raise typer.Exit(session.end(console))
+    raise typer.Exit(session.end(console, told))
 
 
-def _steps(
-    name: Name, cases: str, repeats: int, steps: int, dtype: str, device: str, timeout_seconds: float, budget_seconds: float | None,
-    output: Path | None, largest_spread: float,
-) -> int:  # fmt: skip
-    from tileflash.bench.model_steps import StepsSuite
-
-    suite = StepsSuite(
-        name,
-        _cases(cases),
-        repeats,
-        steps,
-        dtype=dtype,
-        device=device,
-        timeout_seconds=timeout_seconds,
-        budget_seconds=budget_seconds,
-    )
-    return _measure_steps(suite, output, largest_spread)
-
-
-def _measure_steps(suite: StepsSuite, output: Path | None, largest_spread: float) -> int:
+def _measure(suite: StepsSuite, output: Path | None, largest_spread: float) -> int:
     from tileflash.bench.model_steps import run_steps
 
     session = BenchSession(suite.name, suite.device, output, largest_spread)
@@ -178,9 +155,7 @@ def _measure_steps(suite: StepsSuite, output: Path | None, largest_spread: float
         progress_line(f"time is up: {', '.join(map(str, left_out))} left out")
     console = table_console()
     session.show(console, suite.name)
-    for reason in told:
-        console.print(reason, markup=False)
-    return session.end(console)
+    return session.end(console, told)
 
 
 def _cases(text: str) -> tuple[StepsCase, ...]:
