@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tileflash
+from tileflash.attention import ops
 from tileflash.kernels.triton import attention as launches
 
 OURS = ["triton", "tiled", "reference"]
@@ -185,4 +186,38 @@ def test_the_default_device_is_not_asked(backend: str, device: str) -> None:
             )
             runs.append((out, packed, *torch.autograd.grad((out.sum(), packed.sum()), q)))
     for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
+@pytest.mark.parametrize(
+    "name", ["alibi_slopes", "sinks", "rng", "query_ids", "key_ids", "prefix_lengths", "cu_seqlens_q", "cu_seqlens_k"]
+)
+def test_an_operator_gets_options_with_gaps(name: str, backend: str, device: str) -> None:
+    """What stands between the function and the operator may change strides (the dispatcher does, for zeros without memory)."""
+    drawn = {key: tensor.real.clone() for key, tensor in draw(device).items()}
+    q, k, v = (drawn[key] for key in "qkv")
+    assert tileflash.explain(q, k, v, backend=backend).choice == backend  # this registers its kernels, too
+    options: dict[str, Any] = {key: drawn[key] for key in ("alibi_slopes", "sinks")}
+    options |= {"rng": torch.tensor([5, 6], device=device), "dropout_p": 0.3}
+    numbers = torch.arange(20, dtype=torch.int32, device=device)[None] // 7
+    if name in ("query_ids", "key_ids"):
+        options |= {"query_ids": numbers, "key_ids": numbers}
+    elif name == "prefix_lengths":
+        q, k, v = (tensor.expand(2, -1, -1, -1) for tensor in (q, k, v))  # a single length would have no gap behind it
+        options["prefix_lengths"] = torch.tensor([3, 9], dtype=torch.int32, device=device)
+    elif name.startswith("cu"):
+        bounds = torch.tensor([0, 8, 20], dtype=torch.int32, device=device)
+        options |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+
+    def run(options: dict[str, Any]) -> list[Tensor]:
+        out, lse = ops.attention_forward(q, k, v, 0.25, None, 0, backend, **options)
+        d_out = torch.ones_like(out)
+        rest = (q, k, v, out, lse, 0.25, None, 0, backend)
+        return [out, lse, *ops.attention_backward(d_out, None, *rest, **options)]
+
+    value = options[name]
+    wide = torch.full((*value.shape[:-1], 2 * value.shape[-1]), 77, dtype=value.dtype, device=device)
+    wide[..., ::2] = value
+    for one, other in zip(run(options), run(options | {name: wide[..., ::2]}), strict=True):
         assert torch.equal(one, other)

@@ -64,7 +64,7 @@ def attention_forward(
         bias, alibi_slopes, sinks, rng, query_ids, key_ids, prefix_lengths, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softcap, dropout_p, top_left, allow_tf32, bias_gradient,
     )  # fmt: skip
-    return kernels_of(backend).forward(q, k, v, scale, low, high, _plain_or(options))
+    return kernels_of(backend).forward(q, k, v, scale, low, high, _as_kernels_take_them(options))
 
 
 @attention_forward.register_fake
@@ -90,7 +90,7 @@ def attention_backward(
         softcap, dropout_p, top_left, allow_tf32, bias_gradient,
     )  # fmt: skip
     d_q, d_k, d_v, gradients = kernels_of(backend).backward(
-        d_out, d_lse, q, k, v, out, lse, scale, low, high, _plain_or(options)
+        d_out, d_lse, q, k, v, out, lse, scale, low, high, _as_kernels_take_them(options)
     )
     d_bias, d_slopes, d_sinks = (q.new_empty(0) if gradient is None else gradient for gradient in gradients)
     return d_q, d_k, d_v, d_bias, d_slopes, d_sinks
@@ -108,13 +108,20 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *gradients  # type: ignore[return-value]
 
 
-def _plain_or(options: Options) -> Options:
-    """PLAIN itself, which kernels look for by identity, where `options` is equal to it."""
-    tensors = any(isinstance(value, Tensor) for value in options)
-    return options if tensors or options[_FIRST_NUMBER:] != PLAIN[_FIRST_NUMBER:] else PLAIN
+def _as_kernels_take_them(options: Options) -> Options:
+    """PLAIN itself, which kernels look for by identity, where `options` is equal to it; else with numbers side by side again.
+
+    The caller has seen to the latter, but the dispatcher lies in between: where it makes real zeros of the zeros that autograd
+    makes without memory, they are a single one, expanded. A bias may have any strides.
+    """
+    tensors = options[_FIRST_NUMBERS:_FIRST_BOUND]
+    if options.bias is None and not any(isinstance(value, Tensor) for value in tensors):
+        return options if options[_FIRST_BOUND:] != PLAIN[_FIRST_BOUND:] else PLAIN
+    dense = (t.contiguous() if t is not None and t.stride(-1) != 1 else t for t in tensors)
+    return Options(options.bias, *dense, *options[_FIRST_BOUND:])
 
 
-_FIRST_NUMBER = Options._fields.index("max_seqlen_q")
+_FIRST_NUMBERS, _FIRST_BOUND = Options._fields.index("alibi_slopes"), Options._fields.index("max_seqlen_q")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
