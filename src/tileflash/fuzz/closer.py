@@ -4,9 +4,10 @@ Plain PyTorch's error is a sample. Where a result has few elements, or few that 
 order of the same roundings is not. Here the size of the terms that are rounded is made instead, with u = half a unit of the dtype:
 
 - P and dS are rounded to the input dtype before a product: the root of the sum of squares of the terms.
-- delta is made from the rounded out: an error e_i of row i changes dS_ij by -P_ij e_i, and all that is made from dS. Where
-  the logits are small or a window is full, all rows have nearly the same out, and the same roundings of it: the e_i of
-  all rows count as one, and their sum is a sum of absolute values, not the root of a sum of squares.
+- delta is made from the rounded out, and out from the rounded P: an error e_i of row i changes dS_ij by -P_ij e_i, and all that is
+  made from dS. Where the values of a row cancel, P's part of it is the larger one. Where the logits are small or a window is full,
+  all rows have nearly the same out, and the same roundings of it: the e_i of all rows count as one, and their sum is a sum of
+  absolute values, not the root of a sum of squares.
 - Everything is summed in fp32: sixteen roundings of the sum of the terms' absolute values, times the size of the logits, whose
   rounding is a factor of P. An element of P or dS below the smallest normal number of fp32 is 0 on a GPU. And the
   soft cap's derivative, 1 - tanh^2, is nearly 0 beyond the cap: what is left of it is the rounding of tanh.
@@ -97,8 +98,13 @@ def _allowances(drawn: Drawn, scene: Scene) -> dict[str, Tensor]:
         + d_lse[..., None].abs()
     ) + (_VANISHES * visible)
     capped = _SUMS * d_s.abs() if "softcap" in arguments else torch.zeros_like(d_s)
-    # P, dS and the d_p that make dS are rounded, and so is out: by row
-    off = unit * (out * d_out).square().sum(3, keepdim=True).sqrt()  # [B, H, Sq, 1]
+    # P, dS and the d_p that make dS are rounded, and delta is off by what out is: its own rounding and that of the P it is made of.
+    # Beside a sink that takes nearly all of a row, fp16 has few bits for out and P, or none: below the normal numbers their rounding
+    # is that of the smallest of these.
+    smallest = torch.finfo(problem.dtype).tiny
+    rounded_out = (out.abs().clamp(min=smallest) * d_out).square().sum(3, keepdim=True)
+    rounded_p = (p.clamp(min=smallest) * visible * d_p).square().sum(3, keepdim=True)
+    off = unit * (rounded_out + rounded_p).sqrt()  # [B, H, Sq, 1]
     found = {
         "out": unit * (dropped.square() @ v.square()).sqrt() + _SUMS * size * ((kept * p_summed) @ v.abs()),
         "lse": _SUMS * size.expand(*p.shape[:3], 1),
