@@ -270,7 +270,7 @@ def _check(
         deterministic=deterministic,
         second_derivative=second_derivative,
     )
-    return choose(problem, backend), problem.scale, problem.band.low, problem.band.high
+    return choose(problem, backend).serving(problem), problem.scale, problem.band.low, problem.band.high
 
 
 def _check_once(

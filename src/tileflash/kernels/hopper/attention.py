@@ -12,8 +12,20 @@ from torch import Tensor
 from tileflash.kernels.compat import PreparedLaunch, current_device, remember
 from tileflash.kernels.compat_gluon import DescribedTensor, PreparedDescriptorLaunch
 from tileflash.kernels.hopper.attention_backward_ends import finish_kernel, prepare_kernel
-from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, padded_head_dim
-from tileflash.kernels.hopper.launch import Band, Box, backward_call, forward_call
+from tileflash.kernels.hopper.configurations import (
+    BACKWARD,
+    FORWARD,
+    QUERIES,
+    backward_configuration,
+    padded_head_dim,
+)
+from tileflash.kernels.hopper.launch import (
+    Band,
+    Box,
+    backward_call,
+    backward_queries_call,
+    forward_call,
+)
 from tileflash.kernels.hopper.schedule import heads_in_l2, longest_first, visible_counts
 from tileflash.kernels.options import NO_GRADIENTS, PLAIN, OptionGradients, Options
 
@@ -116,11 +128,12 @@ def attention_forward(
 
 def attention_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, low: int | None, high: int | None, options: Options = PLAIN,
+    scale: float, low: int | None, high: int | None, options: Options = PLAIN, deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, OptionGradients]:  # fmt: skip
     """d_q, d_k, d_v in the inputs' shapes and dtypes, contiguous; d_out [B, Sq, Hq, Dv] in any strides, d_lse [B, Hq, Sq] or None.
 
-    The sum of d_q has no fixed order: its last bits differ from run to run.
+    The sum of d_q has no fixed order: its last bits differ from run to run. With `deterministic` a pass of its own makes d_q, and all is
+    equal bit for bit.
     """
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), NO_GRADIENTS
@@ -130,17 +143,17 @@ def attention_backward(
     d_lse = None if d_lse is None else d_lse.contiguous()
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(),
-        q.dtype, q.device, scale, low, high, d_lse is None,
+        q.dtype, q.device, scale, low, high, d_lse is None, deterministic,
     )  # fmt: skip
     prepared = _backward_launches.get(key)
     if prepared is None:
         if not all(_addressable(t) for t in (q, k, v, d_out)):
             q, k, v, d_out = (t if _addressable(t) else t.contiguous() for t in (q, k, v, d_out))
-            return attention_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high)
-        prepared = _prepare_backward(q, k, v, out, d_out, d_lse is not None, scale, low, high)
+            return attention_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high, options, deterministic)
+        prepared = _prepare_backward(q, k, v, out, d_out, d_lse is not None, scale, low, high, deterministic)
         remember(_backward_launches, key, prepared)
     d_q, d_k, d_v = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
-    seen, launches, table, stats_shape, acc_shape = prepared
+    seen, launches, tables, stats_shape, acc_shape = prepared
     seen_d_q, seen_d_k, seen_d_v = d_q, d_k, d_v
     if seen.queries != q.shape[1] or seen.keys != k.shape[1]:
         d_q[:, : seen.query_begin], d_q[:, seen.query_end :] = 0, 0
@@ -151,14 +164,16 @@ def attention_backward(
         lse = lse[:, :, seen.query_begin :]
         d_lse = None if d_lse is None else d_lse[:, :, seen.query_begin :]
     if launches is not None:
-        prepare, launch, finish = launches
+        prepare, launch, launch_queries, finish = launches
         stats = torch.empty(stats_shape, dtype=torch.float32, device=q.device)
         acc = torch.empty(acc_shape, dtype=torch.float32, device=q.device)
         device_index = q.get_device()
         with current_device(q):
             # Where there is no d_lse, an address that is not looked at.
             prepare((out, d_out, lse, stats if d_lse is None else d_lse, stats, acc), device_index)
-            launch((q, k, v, d_out, stats, acc, seen_d_k, seen_d_v), (acc, table), device_index)
+            launch((q, k, v, d_out, stats, acc, seen_d_k, seen_d_v), (acc, tables[0]), device_index)
+            if launch_queries is not None:
+                launch_queries((q, k, v, d_out), (stats, acc, tables[1]), device_index)
             finish((acc, seen_d_q, stats, q, k, v, d_out), device_index)
     return d_q, d_k, d_v, NO_GRADIENTS
 
@@ -181,12 +196,7 @@ def _prepare_forward(
     items = -(-tiles // programs)
     table = _no_table(q.device)
     if band != "full":
-        visible = visible_counts(
-            query_tiles, configuration.block_m, seen.queries, seen.keys, block_n, seen.low, seen.high
-        )
-        bytes_per_row = (head_dim + head_dim_v) * q.dtype.itemsize
-        together = heads_in_l2(seen.keys, bytes_per_row, batch * kv_heads) * (heads // kv_heads)
-        table = _schedule(visible + _TILE_OVERHEAD, batch * heads, together, programs, q.device)
+        table = _query_schedule(seen, query_tiles, configuration.block_m, block_n, q, v.shape[2:], programs)
         items = table.shape[0]
     call = forward_call(padded, q.dtype, band)
     sizes = {"q_desc": (seen.queries, q), "k_desc": (seen.keys, k), "v_desc": (seen.keys, v)}
@@ -212,16 +222,18 @@ def _prepare_backward(
     scale: float,
     low: int | None,
     high: int | None,
+    deterministic: bool,
 ) -> tuple[Any, ...]:
+    """(what is seen, the four launches in order, the schedules of the second and the third, shapes of statistics and accumulator)."""
     batch, query_length, heads, head_dim = q.shape
     key_length, kv_heads, head_dim_v = v.shape[1:]
     seen = _Seen.of(query_length, key_length, low, high)
     if seen.queries == 0:
-        return seen, None, _no_table(q.device), None, None
+        return seen, None, None, None, None
     padded = padded_head_dim(max(head_dim, head_dim_v))
     key_block = BACKWARD[padded, False].keys
     band = seen.band(key_block)
-    configuration = BACKWARD[padded, band != "full"]
+    configuration = backward_configuration(padded, band != "full", not deterministic)
     block_m = configuration.block_m
     query_tiles = -(-seen.queries // block_m)
     key_blocks = -(-seen.keys // key_block)
@@ -237,7 +249,7 @@ def _prepare_backward(
         costs = visible * (heads // kv_heads) + 1.0
         table = _schedule(costs, batch * kv_heads, together, programs, q.device)
         items = table.shape[0]
-    call = backward_call(padded, q.dtype, band, heads != kv_heads)
+    call = backward_call(padded, q.dtype, band, heads != kv_heads, not deterministic)
     rows = batch * heads * query_tiles
     stats_shape, acc_shape = (rows, 2 * block_m), (rows * block_m * padded // 256, 256)
     described = (
@@ -257,7 +269,7 @@ def _prepare_backward(
     main = PreparedDescriptorLaunch(call.kernel, programs, described, scalars, call.constants)
     before = (
         *out.stride()[:3], *d_out.stride()[:3], seen.queries, query_tiles, heads, query_length, head_dim_v,
-        block_m, padded, padded == head_dim_v, has_d_lse,
+        block_m, padded, padded == head_dim_v, has_d_lse, not deterministic,
     )  # fmt: skip
     row = heads * head_dim
     after = (
@@ -265,12 +277,59 @@ def _prepare_backward(
         seen.queries, seen.keys, query_tiles, heads, heads // kv_heads, scale, scale * _LOG2_E, *seen.bounds(), head_dim, head_dim_v,
         block_m, padded, padded == head_dim, band != "full",
     )  # fmt: skip
+    queries, query_table = None, table
+    if deterministic:
+        queries, query_table = _prepare_queries(q, k, v, d_out, seen, band, query_tiles, scale)
     launches = (
         PreparedLaunch(prepare_kernel, rows, before, 4, 2),
         main,
+        queries,
         PreparedLaunch(finish_kernel, rows, after, 4, 2),
     )
-    return seen, launches, table, stats_shape, acc_shape
+    return seen, launches, (table, query_table), stats_shape, acc_shape
+
+
+def _prepare_queries(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, seen: _Seen, band: Band, stats_tiles: int, scale: float
+) -> tuple[PreparedDescriptorLaunch, Tensor]:
+    """The pass that makes d_q alone, and its schedule."""
+    batch, _, heads, head_dim = q.shape
+    kv_heads, head_dim_v = v.shape[2:]
+    padded = padded_head_dim(max(head_dim, head_dim_v))
+    configuration = QUERIES[padded]
+    query_tiles = -(-seen.queries // configuration.block_m)
+    tiles = query_tiles * batch * heads
+    programs = min(_processors(q.device), tiles)
+    items, table = -(-tiles // programs), _no_table(q.device)
+    if band != "full":
+        table = _query_schedule(
+            seen, query_tiles, configuration.block_m, configuration.block_n, q, v.shape[2:], programs
+        )
+        items = table.shape[0]
+    call = backward_queries_call(padded, q.dtype, band)
+    rows = {
+        "q_desc": (q, seen.queries),
+        "k_desc": (k, seen.keys),
+        "v_desc": (v, seen.keys),
+        "d_out_desc": (d_out, seen.queries),
+    }
+    described = tuple(_described(call.boxes[name], tensor, length) for name, (tensor, length) in rows.items())
+    scalars = (
+        items, tiles, query_tiles, seen.queries, seen.keys, heads, heads // kv_heads, scale * _LOG2_E, *seen.bounds(), stats_tiles,
+    )  # fmt: skip
+    return PreparedDescriptorLaunch(call.kernel, programs, described, scalars, call.constants), table
+
+
+def _query_schedule(
+    seen: _Seen, query_tiles: int, block_m: int, block_n: int, q: Tensor, kv_shape: tuple[int, ...], programs: int
+) -> Tensor:
+    """Which programs make which tiles of queries, where a band makes them unequal. `kv_shape` is (Hkv, Dv)."""
+    batch, _, heads, head_dim = q.shape
+    kv_heads, head_dim_v = kv_shape
+    visible = visible_counts(query_tiles, block_m, seen.queries, seen.keys, block_n, seen.low, seen.high)
+    bytes_per_row = (head_dim + head_dim_v) * q.dtype.itemsize
+    together = heads_in_l2(seen.keys, bytes_per_row, batch * kv_heads) * (heads // kv_heads)
+    return _schedule(visible + _TILE_OVERHEAD, batch * heads, together, programs, q.device)
 
 
 def _described(box: Box, tensor: Tensor, rows: int) -> DescribedTensor:

@@ -63,7 +63,7 @@ def _step(
     within, i_row, more, offset, uncut_begin, uncut_end, keys_left, count, logits, d_weights, d_k, d_v,
     shared, staging, meeting, acc_desc, acc_ptr, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, HAS_DQ: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries. Handed from step to step: with PREFETCH 1 the finished `logits` of this tile, with 2 also `d_weights`, still
     being made. More would be faster on paper, but what is in flight when dQ needs its registers makes ptxas serialise all wgmma."""
@@ -113,7 +113,7 @@ def _step(
             logits = mask_logits(logits, i_columns, first_column, i_rows + (distance - low), True, HAS_LOW)
     fp32_weights = gl.exp2(logits * scale_log2 - lse[None, :])  # P: [64, BLOCK_M]
     # A wait for an mbarrier ends the basic block, which keeps the exponentials above the wait for wgmma (see the forward kernel).
-    if DQ_BY_TMA:
+    if DQ_BY_TMA and HAS_DQ:
         mbarrier.wait(meeting.index(2 + pair), (count // 2 & 1) ^ 1)
     else:
         mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + stage), phase)  # long since complete
@@ -121,50 +121,53 @@ def _step(
     d_weights, fp32_weights = warpgroup_mma_wait(0, deps=(d_weights, fp32_weights))
     weights = gl.convert_layout(fp32_weights.to(DTYPE), FACTOR)
     d_logits = (fp32_weights * (d_weights - delta[None, :])).to(DTYPE)  # dS: [64, BLOCK_M]
-    d_logits_shared.index(pair * 2 + WARPGROUP).store(d_logits)
+    if HAS_DQ:
+        d_logits_shared.index(pair * 2 + WARPGROUP).store(d_logits)
     d_v = warpgroup_mma(weights, d_out, d_v, is_async=True)  # [64, BLOCK_D]
-    fence_async_shared()
-    if DQ_BY_TMA:
-        mbarrier.arrive(meeting.index(pair), count=1)
-        mbarrier.wait(meeting.index(pair), count // 2 & 1)
-    else:
-        named_barrier_sync(MEETING_POINT, 256)
-
-    # This warpgroup's half of dQ over all 128 keys: 64 columns where the tile has 64 queries, else 64 queries. [64, 64]
-    nothing = gl.zeros([64, 64], gl.float32, D_QUERY)
-    k_0 = _keys(tiles, origin, 0, BLOCK_M, BLOCK_D)
-    k_1 = _keys(tiles, origin, 1, BLOCK_M, BLOCK_D)
-    if BLOCK_M == 64:
-        left_0 = d_logits_shared.index(pair * 2)
-        left_1 = d_logits_shared.index(pair * 2 + 1)
-        k_0 = k_0.slice(WARPGROUP * 64, 64, dim=1)
-        k_1 = k_1.slice(WARPGROUP * 64, 64, dim=1)
-    else:
-        left_0 = d_logits_shared.index(pair * 2).slice(WARPGROUP * 64, 64, dim=1)
-        left_1 = d_logits_shared.index(pair * 2 + 1).slice(WARPGROUP * 64, 64, dim=1)
-    d_q = warpgroup_mma(left_0.permute((1, 0)), k_0, nothing, use_acc=False, is_async=True)
-    d_q = warpgroup_mma(left_1.permute((1, 0)), k_1, d_q, is_async=True)
-    d_k = warpgroup_mma(gl.convert_layout(d_logits, FACTOR), q, d_k, is_async=True)  # [64, BLOCK_D]
-    d_v, d_q = warpgroup_mma_wait(1, deps=(d_v, d_q))
-    if DQ_BY_TMA:
-        mbarrier.arrive(meeting.index(2 + pair), count=1)
-    # The accumulator is in the order in which threads hold it, so that nothing is shuffled and all accesses are 16 bytes wide.
-    piece = i_row * 2 + WARPGROUP
-    d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    if DQ_BY_TMA:
-        tma_store_wait(0)
-        thread_barrier()
-        d_q_shared.index(WARPGROUP).store(d_q.reshape([16, 256]))
+    if HAS_DQ:
         fence_async_shared()
-        tma_reduce_add(acc_desc, [piece * 16, 0], d_q_shared.index(WARPGROUP))
-    else:
-        d_q = d_q.reshape([64 * 64])
-        places = gl.arange(0, 64 * 64, layout=d_q.type.layout)
-        gl.atomic_add(acc_ptr + piece.to(gl.int64) * (64 * 64) + places, d_q, sem="relaxed", scope="gpu")
+        if DQ_BY_TMA:
+            mbarrier.arrive(meeting.index(pair), count=1)
+            mbarrier.wait(meeting.index(pair), count // 2 & 1)
+        else:
+            named_barrier_sync(MEETING_POINT, 256)
 
-    # The next tile is started only now that dQ has left its registers.
+        # This warpgroup's half of dQ over all 128 keys: 64 columns where the tile has 64 queries, else 64 queries. [64, 64]
+        nothing = gl.zeros([64, 64], gl.float32, D_QUERY)
+        k_0 = _keys(tiles, origin, 0, BLOCK_M, BLOCK_D)
+        k_1 = _keys(tiles, origin, 1, BLOCK_M, BLOCK_D)
+        if BLOCK_M == 64:
+            left_0 = d_logits_shared.index(pair * 2)
+            left_1 = d_logits_shared.index(pair * 2 + 1)
+            k_0 = k_0.slice(WARPGROUP * 64, 64, dim=1)
+            k_1 = k_1.slice(WARPGROUP * 64, 64, dim=1)
+        else:
+            left_0 = d_logits_shared.index(pair * 2).slice(WARPGROUP * 64, 64, dim=1)
+            left_1 = d_logits_shared.index(pair * 2 + 1).slice(WARPGROUP * 64, 64, dim=1)
+        d_q = warpgroup_mma(left_0.permute((1, 0)), k_0, nothing, use_acc=False, is_async=True)
+        d_q = warpgroup_mma(left_1.permute((1, 0)), k_1, d_q, is_async=True)
+    d_k = warpgroup_mma(gl.convert_layout(d_logits, FACTOR), q, d_k, is_async=True)  # [64, BLOCK_D]
+    if HAS_DQ:
+        d_v, d_q = warpgroup_mma_wait(1, deps=(d_v, d_q))
+        if DQ_BY_TMA:
+            mbarrier.arrive(meeting.index(2 + pair), count=1)
+        # The accumulator is in the order in which threads hold it, so that nothing is shuffled and all accesses are 16 bytes wide.
+        piece = i_row * 2 + WARPGROUP
+        d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+        if DQ_BY_TMA:
+            tma_store_wait(0)
+            thread_barrier()
+            d_q_shared.index(WARPGROUP).store(d_q.reshape([16, 256]))
+            fence_async_shared()
+            tma_reduce_add(acc_desc, [piece * 16, 0], d_q_shared.index(WARPGROUP))
+        else:
+            d_q = d_q.reshape([64 * 64])
+            places = gl.arange(0, 64 * 64, layout=d_q.type.layout)
+            gl.atomic_add(acc_ptr + piece.to(gl.int64) * (64 * 64) + places, d_q, sem="relaxed", scope="gpu")
+
+    # The next tile is started only now that dQ has left its registers. (Without dQ d_v is still being made, too.)
     if PREFETCH == 0:
-        d_k = warpgroup_mma_wait(0, deps=(d_k,))
+        d_v, d_k = warpgroup_mma_wait(0, deps=(d_v, d_k))
         mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
     else:
         mbarrier.wait(barriers.index(FIRST_STAGE + next_stage), next_phase, pred=more)
@@ -172,11 +175,11 @@ def _step(
         if PREFETCH == 2:
             mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + next_stage), next_phase, pred=more)
             d_weights = _times_transposed(tiles, origin + PARTS, D_OUT + next_stage, WARPGROUP, BLOCK_M, BLOCK_D)
-            d_k = warpgroup_mma_wait(2, deps=(d_k,))
+            d_v, d_k = warpgroup_mma_wait(2, deps=(d_v, d_k))
             mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
             logits = warpgroup_mma_wait(1, deps=(logits,))
         else:
-            d_k = warpgroup_mma_wait(1, deps=(d_k,))
+            d_v, d_k = warpgroup_mma_wait(1, deps=(d_v, d_k))
             mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
             mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + next_stage), next_phase, pred=more)
             logits = warpgroup_mma_wait(0, deps=(logits,))
@@ -188,6 +191,7 @@ def _consume_tile(
     tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
+    HAS_DQ: gl.constexpr,
 ):  # fmt: skip
     """64 of a tile's 128 keys: their dK and dV, and half of the dQ of every tile of queries that sees the 128."""
     _, _, _, _, _, acc_desc, d_k_desc, d_v_desc = descriptors
@@ -246,7 +250,7 @@ def _consume_tile(
         logits, d_weights, d_k, d_v = _step(
             within, first_row + within, step + 1 < steps, offset, uncut_begin, uncut_end, key_length - own_first, count + step,
             logits, d_weights, d_k, d_v, shared, staging, meeting, acc_desc, acc_ptr, scale_log2, sizes,
-            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA,
+            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA, HAS_DQ,
         )  # fmt: skip
         if GROUPED:
             within += 1
@@ -288,7 +292,7 @@ def _consume(
     descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr,
+    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup."""
     items, tiles = sizes[0], sizes[1]
@@ -299,13 +303,13 @@ def _consume(
             if tile >= 0:
                 count = _consume_tile(
                     tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
-                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
+                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ,
                 )  # fmt: skip
     else:
         _consume_tile(
             only_tile(sizes, HAS_HIGH), 0, gl.to_tensor(0),
             descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
-            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
+            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ,
         )  # fmt: skip
     tma_store_wait(0)
 
@@ -320,7 +324,7 @@ def attention_backward_kernel(
     items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr,
+    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, and dQ / scale added to the accumulator.
 
@@ -352,10 +356,10 @@ def attention_backward_kernel(
         [
             (_consume, (
                 descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 0, BLOCK_M, BLOCK_D, STAGES,
-                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT)),
+                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ)),
             (_consume, (
                 descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 1, BLOCK_M, BLOCK_D, STAGES,
-                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT)),
+                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ)),
             (produce, (
                 descriptors, shared, table_ptr, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
         ],

@@ -13,9 +13,10 @@ def prepare_kernel(
     out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, stats_ptr, acc_ptr,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, query_length, query_tiles, heads, lse_stride, DV,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_D_LSE: tl.constexpr,
+    ZERO_ACC: tl.constexpr = True,
 ):  # fmt: skip
     """For one tile of queries of one head: lse * log2(e) and delta = rowsum(O * dO) - dLSE to `stats` [B * Hq * query_tiles, 2, BLOCK_M],
-    and zeros to the accumulator. Where there is no query lse is +inf, so that P is 0 there."""
+    and (ZERO_ACC) zeros to the accumulator. Where there is no query lse is +inf, so that P is 0 there."""
     tile = tl.program_id(0)
     batch_head = tile // query_tiles
     batch = (batch_head // heads).to(tl.int64)
@@ -32,10 +33,11 @@ def prepare_kernel(
     if HAS_D_LSE:
         delta -= tl.load(d_lse_ptr + lse_offsets, mask=inside, other=0.0)
     tile_64 = tile.to(tl.int64)
-    tl.store(
-        acc_ptr + tile_64 * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D),
-        tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
-    )
+    if ZERO_ACC:
+        tl.store(
+            acc_ptr + tile_64 * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D),
+            tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
+        )
     stats = stats_ptr + tile_64 * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(stats, lse * LOG2_E)
     tl.store(stats + BLOCK_M, delta)

@@ -53,6 +53,7 @@ def _start_products(tiles, origin, stage, WARPGROUP: gl.constexpr, BLOCK_D: gl.c
 def _consume_tile(
     tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    HAS_DQ: gl.constexpr,
 ):  # fmt: skip
     """Half of the columns of one tile's dK and dV, and of the dQ of every tile of queries that sees it."""
     _, _, _, _, _, _, d_k_desc, d_v_desc = descriptors
@@ -114,14 +115,16 @@ def _consume_tile(
         q = tiles.index(2 + stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
         d_out = tiles.index(2 + STAGES + stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
         own_k = tiles.index(origin).reshape([KEYS, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
-        d_q = warpgroup_mma(left.permute((1, 0)), own_k, no_gradient, use_acc=False, is_async=True)  # [64, HALF]
+        if HAS_DQ:
+            d_q = warpgroup_mma(left.permute((1, 0)), own_k, no_gradient, use_acc=False, is_async=True)  # [64, HALF]
         d_v = warpgroup_mma(weights_shared.index(pair), d_out, d_v, is_async=True)  # [64, HALF]
         d_k = warpgroup_mma(left, q, d_k, is_async=True)  # [64, HALF]
-        d_q = warpgroup_mma_wait(2, deps=(d_q,))
-        piece = (head_row + i_tile) * 2 + WARPGROUP
-        d_q = d_q.reshape([4, 2, 8, HALF // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([QUERIES * HALF])
-        places = gl.arange(0, QUERIES * HALF, layout=d_q.type.layout)
-        gl.atomic_add(acc_ptr + piece.to(gl.int64) * (QUERIES * HALF) + places, d_q, sem="relaxed", scope="gpu")
+        if HAS_DQ:
+            d_q = warpgroup_mma_wait(2, deps=(d_q,))
+            piece = (head_row + i_tile) * 2 + WARPGROUP
+            d_q = d_q.reshape([4, 2, 8, HALF // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([QUERIES * HALF])
+            places = gl.arange(0, QUERIES * HALF, layout=d_q.type.layout)
+            gl.atomic_add(acc_ptr + piece.to(gl.int64) * (QUERIES * HALF) + places, d_q, sem="relaxed", scope="gpu")
         # The next tile's products queue up behind this one's.
         count += 1
         next_stage = count % STAGES
@@ -162,7 +165,7 @@ def _consume_tile(
 def _consume(
     descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
     WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup."""
     items, tiles = sizes[0], sizes[1]
@@ -173,13 +176,13 @@ def _consume(
             if tile >= 0:
                 count = _consume_tile(
                     tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
-                    WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
+                    WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, HAS_DQ,
                 )  # fmt: skip
     else:
         nothing_yet = gl.to_tensor(0)
         _consume_tile(
             only_tile(sizes, HAS_HIGH), 0, nothing_yet, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
-            WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
+            WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, HAS_DQ,
         )  # fmt: skip
     tma_store_wait(0)
 
@@ -193,6 +196,7 @@ def attention_backward_wide_kernel(
     q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc, acc_ptr, table_ptr,
     items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr,
+    HAS_DQ: gl.constexpr,
 ):  # fmt: skip
     """`attention_backward_kernel` with 64 keys a program and 64 queries a tile; a piece of the accumulator is [64, BLOCK_D / 2]."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -211,10 +215,10 @@ def attention_backward_wide_kernel(
         [
             (_consume, (
                 descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
-                0, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+                0, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT, HAS_DQ)),
             (_consume, (
                 descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
-                1, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+                1, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT, HAS_DQ)),
             (produce, (
                 descriptors, shared, table_ptr, sizes,
                 KEYS, QUERIES, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),

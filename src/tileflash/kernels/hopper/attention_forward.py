@@ -18,16 +18,14 @@ from tileflash.kernels.compat_gluon import (
     warpgroup_mma_wait,
 )
 from tileflash.kernels.hopper.attention_forward_again import attend_again
-from tileflash.kernels.hopper.tile import LN_2, mask_logits, scheduled_tile, unmasked_tiles, visible_tiles
-
-
-@gluon.jit
-def _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M: gl.constexpr):
-    """First and last query row of a tile, its batch, head and K/V head."""
-    first = tile % query_tiles * BLOCK_M
-    batch_head = tile // query_tiles
-    head = batch_head % heads
-    return first, gl.minimum(first + BLOCK_M, query_length) - 1, batch_head // heads, head, head // kv_group
+from tileflash.kernels.hopper.tile import (
+    LN_2,
+    locate_queries,
+    mask_keys,
+    scheduled_tile,
+    unmasked_tiles,
+    visible_tiles,
+)
 
 
 @gluon.jit
@@ -47,7 +45,9 @@ def _produce(
     for item in range(items):
         tile = scheduled_tile(table_ptr, item, items, tiles, HAS_HIGH)
         if tile >= 0:
-            first, last, batch, head, kv_head = _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M)
+            first, last, batch, head, kv_head = locate_queries(
+                tile, query_tiles, heads, kv_group, query_length, BLOCK_M
+            )
             begin, end = visible_tiles(first, last, key_length, low, high, BLOCK_N, HAS_LOW, HAS_HIGH)
             stage = count % STAGES
             mbarrier.wait(k_empty.index(stage), (count // STAGES & 1) ^ 1)
@@ -103,14 +103,6 @@ def _row_sums_in_threads(weights):
 
 
 @gluon.jit
-def _mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N: gl.constexpr, HAS_LOW: gl.constexpr):
-    """-inf in [64, BLOCK_N] logits where the query does not see the key."""
-    i_keys = i_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, logits.type.layout))
-    last = gl.minimum(i_queries + high, key_length - 1)
-    return mask_logits(logits, i_keys, i_queries + low, last, HAS_LOW, True)
-
-
-@gluon.jit
 def _softmax_step(logits, row_max, scale_log2, MASKED: gl.constexpr):
     """Of logits [64, BLOCK_N] and the maximum so far: the new maximum, the factor for what was summed up with the old one, the weights."""
     new_max = gl.maximum(row_max, gl.max(logits, 1))  # [64]
@@ -150,7 +142,9 @@ def _consume(
         tile = next_tile
         next_tile = scheduled_tile(table_ptr, item + 1, items, tiles, HAS_HIGH)
         if tile >= 0:
-            first, last, batch, head, _kv_head = _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M)
+            first, last, batch, head, _kv_head = locate_queries(
+                tile, query_tiles, heads, kv_group, query_length, BLOCK_M
+            )
             begin, end = visible_tiles(first, last, key_length, low, high, BLOCK_N, HAS_LOW, HAS_HIGH)
             own_first = first + WARPGROUP * 64
             own_last = gl.minimum(own_first + 63, query_length - 1)
@@ -181,7 +175,7 @@ def _consume(
                 i_key = (own_end - 1) * BLOCK_N
                 if HAS_HIGH:
                     if (own_end > full_end) | (own_end <= full_begin):
-                        logits = _mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
+                        logits = mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
                 row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
                 row_max, rescale, fp32_weights = _softmax_step(logits, row_max, scale_log2, HAS_HIGH)
                 row_sum = _row_sums_in_threads(fp32_weights)
@@ -206,7 +200,7 @@ def _consume(
                         key_tile = own_end - 1 - i_tile
                         if (key_tile >= full_end) | (key_tile < full_begin):
                             i_key = key_tile * BLOCK_N
-                            logits = _mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
+                            logits = mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
                     row_max, rescale, fp32_weights = _softmax_step(logits, row_max, scale_log2, HAS_HIGH)
                     sums = _row_sums_in_threads(fp32_weights)
                     row_sum = (
@@ -257,7 +251,9 @@ def _consume(
         if found != found:
             for item in range(items):
                 tile = scheduled_tile(table_ptr, item, items, tiles, HAS_HIGH)
-                first, _last, batch, head, kv_head = _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M)
+                first, _last, batch, head, kv_head = locate_queries(
+                    tile, query_tiles, heads, kv_group, query_length, BLOCK_M
+                )
                 own_first = first + WARPGROUP * 64
                 if (tile >= 0) & (own_first < query_length):
                     out = out_shared.index(WARPGROUP)

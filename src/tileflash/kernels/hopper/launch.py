@@ -9,9 +9,17 @@ import torch
 
 from tileflash.kernels.compat_gluon import gl
 from tileflash.kernels.hopper.attention_backward import attention_backward_kernel
+from tileflash.kernels.hopper.attention_backward_queries import attention_backward_queries_kernel
 from tileflash.kernels.hopper.attention_backward_wide import attention_backward_wide_kernel
 from tileflash.kernels.hopper.attention_forward import attention_forward_kernel
-from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES, check_configuration
+from tileflash.kernels.hopper.configurations import (
+    BACKWARD,
+    FORWARD,
+    QUERIES,
+    TYPE_NAMES,
+    backward_configuration,
+    check_configuration,
+)
 
 # Which edges of the band a kernel knows. "full" has no mask at all and needs whole tiles of keys; "high" masks beyond the upper edge and
 # beyond the last key; "window" masks both edges.
@@ -91,9 +99,10 @@ def forward_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
     )
 
 
-def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool) -> KernelCall:
-    """The backward kernel for a padded head dimension; `grouped`: several query heads share a K/V head."""
-    configuration = BACKWARD[head_dim, band != "full"]
+def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool, with_d_q: bool = True) -> KernelCall:
+    """The backward kernel for a padded head dimension; `grouped`: several query heads share a K/V head. Without d_q it makes d_k and d_v
+    alone."""
+    configuration = backward_configuration(head_dim, band != "full", with_d_q)
     check_configuration(configuration, head_dim)
     query_box = Box.of_rows(configuration.block_m, head_dim, dtype)
     wide = configuration.keys == 64
@@ -115,6 +124,7 @@ def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool) 
             "STAGES": configuration.stages,
             **edges,
             "PERSISTENT": configuration.persistent,
+            "HAS_DQ": with_d_q,
         }
         return KernelCall(attention_backward_wide_kernel, boxes, constants)
     constants = {
@@ -126,5 +136,27 @@ def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool) 
         "PREFETCH": configuration.prefetch,
         "DQ_BY_TMA": configuration.dq_by_tma,
         "PERSISTENT": configuration.persistent,
+        "HAS_DQ": with_d_q,
     }
     return KernelCall(attention_backward_kernel, boxes, constants)
+
+
+def backward_queries_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
+    """The kernel that makes d_q alone, for a padded head dimension."""
+    configuration = QUERIES[head_dim]
+    check_configuration(configuration, head_dim)
+    query_box = Box.of_rows(64, head_dim, dtype)
+    key_box = Box.of_rows(configuration.block_n, head_dim, dtype)
+    return KernelCall(
+        attention_backward_queries_kernel,
+        {"q_desc": query_box, "k_desc": key_box, "v_desc": key_box, "d_out_desc": query_box},
+        {
+            "BLOCK_N": configuration.block_n,
+            "BLOCK_D": head_dim,
+            "STATS_ROWS": BACKWARD[head_dim, band != "full"].block_m,
+            "K_STAGES": configuration.k_stages,
+            "V_STAGES": configuration.v_stages,
+            "HAS_LOW": band == "window",
+            "HAS_HIGH": band != "full",
+        },
+    )

@@ -22,7 +22,13 @@ from triton.backends.compiler import GPUTarget
 
 from tileflash.kernels.compat_gluon import LAUNCH_OPTIONS, GluonASTSource
 from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES
-from tileflash.kernels.hopper.launch import BANDS, KernelCall, backward_call, forward_call
+from tileflash.kernels.hopper.launch import (
+    BANDS,
+    KernelCall,
+    backward_call,
+    backward_queries_call,
+    forward_call,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -56,6 +62,9 @@ def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCal
                 call = backward_call(head_dim, dtype, band, grouped)
                 if not grouped or "GROUPED" in call.constants:  # the wide kernel is the same for both
                     yield "backward, grouped" if grouped else "backward", head_dim, band, call
+            # deterministic=True: d_k and d_v (grouped heads are a counter more, as above), then d_q
+            yield "backward keys", head_dim, band, backward_call(head_dim, dtype, band, True, with_d_q=False)
+            yield "backward queries", head_dim, band, backward_queries_call(head_dim, dtype, band)
 
 
 def compile_offline(call: KernelCall) -> Any:

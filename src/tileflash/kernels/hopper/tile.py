@@ -64,6 +64,23 @@ def mask_logits(logits, i_columns, first, last, HAS_FIRST: gl.constexpr, HAS_LAS
 
 
 @gluon.jit
+def locate_queries(tile, query_tiles, heads, kv_group, query_length, BLOCK_M: gl.constexpr):
+    """First and last query row of a tile of queries, its batch, head and K/V head."""
+    first = tile % query_tiles * BLOCK_M
+    batch_head = tile // query_tiles
+    head = batch_head % heads
+    return first, gl.minimum(first + BLOCK_M, query_length) - 1, batch_head // heads, head, head // kv_group
+
+
+@gluon.jit
+def mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N: gl.constexpr, HAS_LOW: gl.constexpr):
+    """-inf in [64, BLOCK_N] logits where the query does not see the key."""
+    i_keys = i_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, logits.type.layout))
+    last = gl.minimum(i_queries + high, key_length - 1)
+    return mask_logits(logits, i_keys, i_queries + low, last, HAS_LOW, True)
+
+
+@gluon.jit
 def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Wait until THREADS threads of the program have come to hardware barrier BARRIER. Triton itself uses the lower numbers."""
     gl.inline_asm_elementwise(
