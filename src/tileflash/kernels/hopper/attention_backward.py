@@ -34,7 +34,13 @@ from tileflash.kernels.hopper.attention_backward_producer import (
     produce,
     query_tiles_of,
 )
-from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, unmasked_tiles
+from tileflash.kernels.hopper.tile import (
+    mask_logits,
+    named_barrier_sync,
+    scheduled_tile,
+    soft_capped,
+    unmasked_tiles,
+)
 
 KEYS = gl.constexpr(128)  # of a program
 MEETING_POINT = gl.constexpr(10)  # the hardware barrier at which both warpgroups' dS is in shared memory
@@ -61,7 +67,7 @@ def _times_transposed(tiles, first_tile, other, WARPGROUP: gl.constexpr, BLOCK_M
 @gluon.jit
 def _step(
     within, i_row, more, offset, uncut_begin, uncut_end, keys_left, count, logits, d_weights, d_k, d_v,
-    shared, staging, meeting, acc_desc, acc_ptr, scale_log2, sizes,
+    shared, staging, meeting, acc_desc, acc_ptr, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, HAS_DQ: gl.constexpr,
 ):  # fmt: skip
@@ -100,6 +106,9 @@ def _step(
     lse = load_statistics(stats_shared, stage, 0, BLOCK_M, QUERIES)
     if PREFETCH == 0:
         logits = warpgroup_mma_wait(1, deps=(logits,))
+    if cap_scale is not None:
+        logits, derivative = soft_capped(logits, cap_scale)
+        derivative = derivative.to(DTYPE)  # half the registers, and dS is rounded to that anyway
     if HAS_HIGH:
         cut = within < uncut_begin
         if HAS_LOW:
@@ -120,6 +129,8 @@ def _step(
     delta = load_statistics(stats_shared, stage, 1, BLOCK_M, QUERIES)
     d_weights, fp32_weights = warpgroup_mma_wait(0, deps=(d_weights, fp32_weights))
     weights = gl.convert_layout(fp32_weights.to(DTYPE), FACTOR)
+    if cap_scale is not None:
+        fp32_weights *= derivative.to(gl.float32)
     d_logits = (fp32_weights * (d_weights - delta[None, :])).to(DTYPE)  # dS: [64, BLOCK_M]
     if HAS_DQ:
         d_logits_shared.index(pair * 2 + WARPGROUP).store(d_logits)
@@ -188,7 +199,7 @@ def _step(
 
 @gluon.jit
 def _consume_tile(
-    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
+    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
     HAS_DQ: gl.constexpr,
@@ -249,7 +260,7 @@ def _consume_tile(
             within = step
         logits, d_weights, d_k, d_v = _step(
             within, first_row + within, step + 1 < steps, offset, uncut_begin, uncut_end, key_length - own_first, count + step,
-            logits, d_weights, d_k, d_v, shared, staging, meeting, acc_desc, acc_ptr, scale_log2, sizes,
+            logits, d_weights, d_k, d_v, shared, staging, meeting, acc_desc, acc_ptr, scale_log2, cap_scale, sizes,
             WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA, HAS_DQ,
         )  # fmt: skip
         if GROUPED:
@@ -289,7 +300,7 @@ def _consume_tile(
 
 @gluon.jit
 def _consume(
-    descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes,
+    descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
@@ -302,13 +313,13 @@ def _consume(
             tile = scheduled_tile(table_ptr, item, items, tiles, True)
             if tile >= 0:
                 count = _consume_tile(
-                    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
+                    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, cap_scale, sizes,
                     WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ,
                 )  # fmt: skip
     else:
         _consume_tile(
             only_tile(sizes, HAS_HIGH), 0, gl.to_tensor(0),
-            descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
+            descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, cap_scale, sizes,
             WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ,
         )  # fmt: skip
     tma_store_wait(0)
@@ -321,7 +332,7 @@ def _consume(
 )  # fmt: skip
 def attention_backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc, acc_ptr, table_ptr,
-    items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high,
+    items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high, cap_scale,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
@@ -330,7 +341,8 @@ def attention_backward_kernel(
 
     The descriptors see q, k, v, d_out, d_k, d_v as [B, H, S, D] in tiles of [1, 1, BLOCK_M or 64, BLOCK_D]; the statistics as
     [B * Hq * query_tiles, 2 * BLOCK_M] fp32 (lse * log2(e), then delta); the accumulator as rows of 256 fp32, 16 of them a piece of
-    [64, 64], two pieces a tile of queries. `table_ptr` [items, programs] is read by persistent programs only.
+    [64, 64], two pieces a tile of queries. `table_ptr` [items, programs] is read by persistent programs only. `cap_scale` may be None; with
+    a soft cap it is scale / cap, and `scale_log2` is cap * log2(e).
     """
     DTYPE: gl.constexpr = q_desc.dtype
     TILES: gl.constexpr = 2 * KEYS // BLOCK_M + 2 * STAGES
@@ -355,10 +367,12 @@ def attention_backward_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 0, BLOCK_M, BLOCK_D, STAGES,
+                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                0, BLOCK_M, BLOCK_D, STAGES,
                 HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ)),
             (_consume, (
-                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 1, BLOCK_M, BLOCK_D, STAGES,
+                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                1, BLOCK_M, BLOCK_D, STAGES,
                 HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ)),
             (produce, (
                 descriptors, shared, table_ptr, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),

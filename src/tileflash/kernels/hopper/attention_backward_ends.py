@@ -55,7 +55,7 @@ def finish_kernel(
     acc_ptr, d_q_ptr, stats_ptr, q_ptr, k_ptr, v_ptr, d_out_ptr,
     stride_dqb, stride_dqs, stride_dqh, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
-    query_length, key_length, query_tiles, heads, kv_group, scale, scale_log2, low, high, D, DV,
+    query_length, key_length, query_tiles, heads, kv_group, scale, scale_log2, low, high, D, DV, cap_scale,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, HAS_BAND: tl.constexpr,
 ):  # fmt: skip
     """d_q of one tile of queries: two pieces of 64 rows, side by side or one below the other, which the backward kernel's warpgroups left
@@ -94,5 +94,5 @@ def finish_kernel(
                 base, stride_dqs, stats_ptr + tile.to(tl.int64) * (2 * BLOCK_M), i_row, query_length, key_length,
                 batch, head, head // kv_group, q_ptr, k_ptr, v_ptr, d_out_ptr,
                 stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-                stride_gb, stride_gs, stride_gh, scale, scale_log2, low, high, D, DV, BLOCK_M, BLOCK_D,
+                stride_gb, stride_gs, stride_gh, scale, scale_log2, low, high, D, DV, cap_scale, BLOCK_M, BLOCK_D,
             )  # fmt: skip

@@ -22,6 +22,7 @@ from tileflash.kernels.hopper.tile import (
     locate_queries,
     mask_keys,
     scheduled_tile,
+    soft_capped,
     unmasked_tiles,
     visible_tiles,
 )
@@ -92,7 +93,7 @@ def _store_d_q(acc_ptr, piece, d_q, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, sizes,
+    descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STATS_ROWS: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
 ):  # fmt: skip
@@ -152,11 +153,15 @@ def _consume(
                 v = v_shared.index(v_stage).reshape([BLOCK_N, BLOCK_D])
                 d_weights = warpgroup_mma(d_out, v.permute((1, 0)), no_logits, use_acc=False, is_async=True)
                 logits = warpgroup_mma_wait(1, deps=(logits,))
+                if cap_scale is not None:
+                    logits, derivative = soft_capped(logits, cap_scale)
                 if HAS_HIGH:
                     if (own_end > full_end) | (own_end <= full_begin):
                         i_key = (own_end - 1) * BLOCK_N
                         logits = mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
                 weights = gl.exp2(logits * scale_log2 - lse[:, None])  # P: [64, BLOCK_N]
+                if cap_scale is not None:
+                    weights *= derivative
                 d_weights, weights = warpgroup_mma_wait(0, deps=(d_weights, weights))
                 mbarrier.arrive(v_empty.index(v_stage), count=1)
                 d_logits = gl.convert_layout((weights * (d_weights - delta[:, None])).to(DTYPE), FACTOR)  # dS
@@ -179,12 +184,16 @@ def _consume(
                     d_weights = warpgroup_mma(d_out, v.permute((1, 0)), no_logits, use_acc=False, is_async=True)
                     d_q = warpgroup_mma(d_logits, k_before, d_q, is_async=True)  # [64, BLOCK_D]
                     logits = warpgroup_mma_wait(2, deps=(logits,))
+                    if cap_scale is not None:
+                        logits, derivative = soft_capped(logits, cap_scale)
                     if HAS_HIGH:
                         key_tile = own_end - 1 - i_tile
                         if (key_tile >= full_end) | (key_tile < full_begin):
                             i_key = key_tile * BLOCK_N
                             logits = mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
                     weights = gl.exp2(logits * scale_log2 - lse[:, None])
+                    if cap_scale is not None:
+                        weights *= derivative
                     # Waits for an mbarrier (this one is long since complete) end a basic block: the assembler would move the waits for
                     # wgmma above what is to run meanwhile (see the forward kernel).
                     mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -218,7 +227,7 @@ def _consume(
 )  # fmt: skip
 def attention_backward_queries_kernel(
     q_desc, k_desc, v_desc, d_out_desc, stats_ptr, acc_ptr, table_ptr,
-    items, tiles, query_tiles, query_length, key_length, heads, kv_group, scale_log2, low, high, stats_tiles,
+    items, tiles, query_tiles, query_length, key_length, heads, kv_group, scale_log2, low, high, stats_tiles, cap_scale,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STATS_ROWS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
 ):  # fmt: skip
@@ -257,10 +266,10 @@ def attention_backward_queries_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, sizes,
+                descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, cap_scale, sizes,
                 0, BLOCK_N, BLOCK_D, STATS_ROWS, K_STAGES, V_STAGES, HAS_LOW, HAS_HIGH)),
             (_consume, (
-                descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, sizes,
+                descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, cap_scale, sizes,
                 1, BLOCK_N, BLOCK_D, STATS_ROWS, K_STAGES, V_STAGES, HAS_LOW, HAS_HIGH)),
             (_produce, (
                 descriptors, buffers, barriers, table_ptr, sizes, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, HAS_LOW, HAS_HIGH)),

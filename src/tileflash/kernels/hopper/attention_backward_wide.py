@@ -28,7 +28,13 @@ from tileflash.kernels.hopper.attention_backward_producer import (
     produce,
     query_tiles_of,
 )
-from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, unmasked_tiles
+from tileflash.kernels.hopper.tile import (
+    mask_logits,
+    named_barrier_sync,
+    scheduled_tile,
+    soft_capped,
+    unmasked_tiles,
+)
 
 KEYS = gl.constexpr(64)  # of a program
 QUERIES = gl.constexpr(64)  # of a tile
@@ -51,7 +57,7 @@ def _start_products(tiles, origin, stage, WARPGROUP: gl.constexpr, BLOCK_D: gl.c
 
 @gluon.jit
 def _consume_tile(
-    tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
+    tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
     HAS_DQ: gl.constexpr,
 ):  # fmt: skip
@@ -92,6 +98,8 @@ def _consume_tile(
         # 0, but not to the compiler: else it would make wgmma's descriptors of K and V before the loop and run out of registers for them.
         origin = count >> 30
         lse = load_statistics(stats_shared, stage, WARPGROUP, 32, COLUMNS)
+        if cap_scale is not None:
+            logits, derivative = soft_capped(logits, cap_scale)
         if HAS_HIGH:
             cut = i_tile < uncut_begin
             if HAS_LOW:
@@ -106,6 +114,8 @@ def _consume_tile(
         weights_shared.index(pair).slice(WARPGROUP * 32, 32, dim=1).store(fp32_weights.to(DTYPE))
         delta = load_statistics(stats_shared, stage, 2 + WARPGROUP, 32, COLUMNS)
         d_weights, fp32_weights = warpgroup_mma_wait(0, deps=(d_weights, fp32_weights))
+        if cap_scale is not None:
+            fp32_weights *= derivative
         d_logits = (fp32_weights * (d_weights - delta[None, :])).to(DTYPE)  # dS: [64, 32]
         d_logits_shared.index(pair).slice(WARPGROUP * 32, 32, dim=1).store(d_logits)
         fence_async_shared()
@@ -163,7 +173,7 @@ def _consume_tile(
 
 @gluon.jit
 def _consume(
-    descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
+    descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
 ):  # fmt: skip
@@ -175,13 +185,13 @@ def _consume(
             tile = scheduled_tile(table_ptr, item, items, tiles, True)
             if tile >= 0:
                 count = _consume_tile(
-                    tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
+                    tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, cap_scale, sizes,
                     WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, HAS_DQ,
                 )  # fmt: skip
     else:
         nothing_yet = gl.to_tensor(0)
         _consume_tile(
-            only_tile(sizes, HAS_HIGH), 0, nothing_yet, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
+            only_tile(sizes, HAS_HIGH), 0, nothing_yet, descriptors, shared, staging, acc_ptr, scale, scale_log2, cap_scale, sizes,
             WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, HAS_DQ,
         )  # fmt: skip
     tma_store_wait(0)
@@ -194,7 +204,7 @@ def _consume(
 )  # fmt: skip
 def attention_backward_wide_kernel(
     q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc, acc_ptr, table_ptr,
-    items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high,
+    items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high, cap_scale,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr,
     HAS_DQ: gl.constexpr,
 ):  # fmt: skip
@@ -214,10 +224,10 @@ def attention_backward_wide_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
+                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
                 0, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT, HAS_DQ)),
             (_consume, (
-                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
+                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
                 1, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT, HAS_DQ)),
             (produce, (
                 descriptors, shared, table_ptr, sizes,

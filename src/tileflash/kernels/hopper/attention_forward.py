@@ -20,9 +20,11 @@ from tileflash.kernels.compat_gluon import (
 from tileflash.kernels.hopper.attention_forward_again import attend_again
 from tileflash.kernels.hopper.tile import (
     LN_2,
+    LOG2_E,
     locate_queries,
     mask_keys,
     scheduled_tile,
+    soft_capped,
     unmasked_tiles,
     visible_tiles,
 )
@@ -117,8 +119,19 @@ def _softmax_step(logits, row_max, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _with_sink(row_max, total, sink):
+    """(lse, what one weight exp2(logit - row_max) is of the whole) where a key without a value has the logit `sink`, which may be larger
+    or smaller than all others by any amount. row_max [64] is in base 2, total [64] relative to it."""
+    sink *= LOG2_E
+    largest = gl.maximum(row_max, sink)
+    keep = gl.exp2(row_max - largest)
+    total = total * keep + gl.exp2(sink - largest)
+    return largest * LN_2 + gl.log(total), keep / total
+
+
+@gluon.jit
 def _consume(
-    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
+    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
     WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
@@ -171,6 +184,8 @@ def _consume(
                 logits = warpgroup_mma(q, k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
                 logits = warpgroup_mma_wait(0, deps=(logits,))  # [64, BLOCK_N]
                 mbarrier.arrive(k_empty.index(stage), count=1)
+                if cap_scale is not None:
+                    logits, _derivative = soft_capped(logits, cap_scale)
                 i_queries = own_first + gl.arange(0, 64, layout=ROWS)
                 i_key = (own_end - 1) * BLOCK_N
                 if HAS_HIGH:
@@ -196,6 +211,8 @@ def _consume(
                     acc = warpgroup_mma(weights, v, acc, is_async=True)  # [64, BLOCK_D]
                     logits = warpgroup_mma_wait(1, deps=(logits,))
                     mbarrier.arrive(k_empty.index(next_stage), count=1)
+                    if cap_scale is not None:
+                        logits, _derivative = soft_capped(logits, cap_scale)
                     if HAS_HIGH:
                         key_tile = own_end - 1 - i_tile
                         if (key_tile >= full_end) | (key_tile < full_begin):
@@ -226,12 +243,17 @@ def _consume(
                 v = v_shared.index(stage).reshape([BLOCK_N, BLOCK_D])
                 acc = warpgroup_mma(weights, v, acc, is_async=True)
                 total = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
-                lse = row_max * (scale_log2 * LN_2) + gl.log(total)
+                if sinks_ptr is not None:
+                    lse, share = _with_sink(row_max * scale_log2, total, gl.load(sinks_ptr + head))
+                else:
+                    lse = row_max * (scale_log2 * LN_2) + gl.log(total)
                 lse_row = lse_ptr + (batch * heads + head).to(gl.int64) * lse_stride
                 gl.store(lse_row + i_queries, lse, mask=i_queries < query_length)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(stage), count=1)
-                acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
+                if sinks_ptr is None:
+                    share = 1.0 / total
+                acc = acc * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
                 if HAS_HIGH:
                     lost += _row_sums_in_threads(acc) * 0.0
                 out = out_shared.index(WARPGROUP)
@@ -260,7 +282,7 @@ def _consume(
                     tma_store_wait(0)
                     attend_again(
                         out.reshape([64, BLOCK_D]), inputs, batch, head, kv_head, own_first, query_length, key_length,
-                        low, high, scale_log2, HAS_LOW, BLOCK_D,
+                        low, high, scale_log2, sinks_ptr, cap_scale, HAS_LOW, BLOCK_D,
                     )  # fmt: skip
                     fence_async_shared()
                     tma_store(out_desc, [batch, head, own_first, 0], out)
@@ -276,9 +298,9 @@ def _consume(
     do_not_specialize_on_alignment=["lse_ptr"],  # which may begin at any row
 )  # fmt: skip
 def attention_forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, table_ptr, q_ptr, k_ptr, v_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, table_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr,
     lse_stride, items, tiles, query_tiles, query_length, key_length, heads, kv_group, scale_log2, low, high,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, D, DV,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, D, DV, cap_scale,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, OUT_IN_Q: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -287,7 +309,8 @@ def attention_forward_kernel(
 
     The descriptors see the tensors as [B, H, S, D] in tiles of [1, 1, 64 or BLOCK_N, BLOCK_D]; what lies outside is read as 0 and not
     written. `table_ptr` [items, programs] has the tiles of each program (int32, -1 for none); it is not read without a band. The
-    pointers to q, k and v, their strides and head dimensions are for rows that are made again.
+    pointers to q, k and v, their strides and head dimensions are for rows that are made again. `sinks_ptr` [Hq] fp32 may be None. So may
+    `cap_scale`: with a soft cap it is scale / cap, and `scale_log2` is cap * log2(e).
     """
     DTYPE: gl.constexpr = q_desc.dtype
     q_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, 1, 1, 64, BLOCK_D], q_desc.layout)
@@ -325,10 +348,10 @@ def attention_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
                     0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
                     1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_produce, (
                     descriptors, buffers, barriers, table_ptr, sizes,
@@ -341,13 +364,13 @@ def attention_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
                     0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
                     1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
                     2, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
                 (_produce, (
                     descriptors, buffers, barriers, table_ptr, sizes,

@@ -103,15 +103,28 @@ QUERIES: dict[int, QueriesConfiguration] = {
 }
 
 
-def backward_configuration(head_dim: int, banded: bool, with_d_q: bool) -> BackwardConfiguration:
+# With a soft cap its derivative lies beside P and dP, and what is started early is no longer free. By `banded`, at 128.
+SOFT_CAP_PREFETCH = {False: 0, True: 1}
+
+
+def backward_configuration(
+    head_dim: int, banded: bool, with_d_q: bool, soft_cap: bool = False
+) -> BackwardConfiguration:
     """Of the kernel that makes d_k and d_v, and d_q with them or not."""
     configuration = BACKWARD[head_dim, banded]
+    if soft_cap and head_dim == 128:
+        return replace(configuration, prefetch=SOFT_CAP_PREFETCH[banded])
     return configuration if with_d_q else replace(configuration, prefetch=KEYS_ALONE_PREFETCH[head_dim])
 
 
 def padded_head_dim(head_dim: int) -> int:
     """The head dimension whose kernels serve `head_dim`."""
     return next(size for size in HEAD_DIMS if head_dim <= size)
+
+
+def padded_backward(head_dim: int, soft_cap: bool) -> int:
+    """The same for the backward pass: its tiles of 128 queries at 64 leave no registers for the derivative of a soft cap."""
+    return max(128 if soft_cap else 0, padded_head_dim(head_dim))
 
 
 def describe(head_dim: int, full: bool, with_gradients: bool, deterministic: bool = False) -> list[str]:

@@ -56,28 +56,45 @@ class Box:
 
 
 @dataclass(frozen=True)
+class KernelOptions:
+    """Which options a kernel is compiled with."""
+
+    soft_cap: bool = False
+    sinks: bool = False
+
+    def absent(self, *parameters: str) -> tuple[str, ...]:
+        """Those of the parameters that belong to an option that is off: they are None, and the kernel is what it is without them."""
+        there = {"cap_scale": self.soft_cap, "sinks_ptr": self.sinks}
+        return tuple(name for name in parameters if not there[name])
+
+
+NONE = KernelOptions()
+
+
+@dataclass(frozen=True)
 class KernelCall:
     """A kernel, its descriptors' boxes and its constants by parameter name."""
 
     kernel: Any
     boxes: dict[str, Box]
     constants: dict[str, Any]
+    absent: tuple[str, ...] = ()  # parameters that are None: options that are off
 
     def type_of(self, parameter: str) -> str:
         """The type of a parameter in Triton's words."""
         if parameter in self.boxes:
             return self.boxes[parameter].signature()
-        if parameter in self.constants:
+        if parameter in self.constants or parameter in self.absent:
             return "constexpr"
         if parameter in ("q_ptr", "k_ptr", "v_ptr"):
             return f"*{TYPE_NAMES[self.boxes['q_desc'].dtype]}"
         if parameter.endswith("_ptr"):
             return "*i32" if parameter == "table_ptr" else "*fp32"
-        return "fp32" if parameter.startswith("scale") else "i32"
+        return "fp32" if parameter.startswith(("scale", "cap_scale")) else "i32"
 
 
-def forward_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
-    """The forward kernel for a padded head dimension."""
+def forward_call(head_dim: int, dtype: torch.dtype, band: Band, on: KernelOptions = NONE) -> KernelCall:
+    """The forward kernel for a padded head dimension, with the options that are `on`."""
     configuration = FORWARD[head_dim, band != "full"]
     check_configuration(configuration, head_dim)
     query_box = Box.of_rows(64, head_dim, dtype)
@@ -96,13 +113,16 @@ def forward_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
             "CONSUMER_REGISTERS": configuration.consumer_registers,
             "PRODUCER_REGISTERS": configuration.producer_registers,
         },
+        on.absent("sinks_ptr", "cap_scale"),
     )
 
 
-def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool, with_d_q: bool = True) -> KernelCall:
+def backward_call(
+    head_dim: int, dtype: torch.dtype, band: Band, grouped: bool, with_d_q: bool = True, on: KernelOptions = NONE
+) -> KernelCall:
     """The backward kernel for a padded head dimension; `grouped`: several query heads share a K/V head. Without d_q it makes d_k and d_v
     alone."""
-    configuration = backward_configuration(head_dim, band != "full", with_d_q)
+    configuration = backward_configuration(head_dim, band != "full", with_d_q, on.soft_cap)
     check_configuration(configuration, head_dim)
     query_box = Box.of_rows(configuration.block_m, head_dim, dtype)
     wide = configuration.keys == 64
@@ -126,7 +146,7 @@ def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool, 
             "PERSISTENT": configuration.persistent,
             "HAS_DQ": with_d_q,
         }
-        return KernelCall(attention_backward_wide_kernel, boxes, constants)
+        return KernelCall(attention_backward_wide_kernel, boxes, constants, on.absent("cap_scale"))
     constants = {
         "BLOCK_M": configuration.block_m,
         "BLOCK_D": head_dim,
@@ -138,10 +158,10 @@ def backward_call(head_dim: int, dtype: torch.dtype, band: Band, grouped: bool, 
         "PERSISTENT": configuration.persistent,
         "HAS_DQ": with_d_q,
     }
-    return KernelCall(attention_backward_kernel, boxes, constants)
+    return KernelCall(attention_backward_kernel, boxes, constants, on.absent("cap_scale"))
 
 
-def backward_queries_call(head_dim: int, dtype: torch.dtype, band: Band) -> KernelCall:
+def backward_queries_call(head_dim: int, dtype: torch.dtype, band: Band, on: KernelOptions = NONE) -> KernelCall:
     """The kernel that makes d_q alone, for a padded head dimension."""
     configuration = QUERIES[head_dim]
     check_configuration(configuration, head_dim)
@@ -159,4 +179,5 @@ def backward_queries_call(head_dim: int, dtype: torch.dtype, band: Band) -> Kern
             "HAS_LOW": band == "window",
             "HAS_HIGH": band != "full",
         },
+        on.absent("cap_scale"),
     )

@@ -21,10 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tileflash.kernels.compat_gluon import LAUNCH_OPTIONS, GluonASTSource
-from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES
+from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES, padded_backward
 from tileflash.kernels.hopper.launch import (
     BANDS,
     KernelCall,
+    KernelOptions,
     backward_call,
     backward_queries_call,
     forward_call,
@@ -65,6 +66,15 @@ def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCal
             # deterministic=True: d_k and d_v (grouped heads are a counter more, as above), then d_q
             yield "backward keys", head_dim, band, backward_call(head_dim, dtype, band, True, with_d_q=False)
             yield "backward queries", head_dim, band, backward_queries_call(head_dim, dtype, band)
+    options = KernelOptions(soft_cap=True, sinks=True)
+    for band in BANDS:
+        for head_dim in sorted({head_dim for head_dim, _ in FORWARD}):
+            yield "forward, soft cap", head_dim, band, forward_call(head_dim, dtype, band, options)
+        for head_dim in sorted({padded_backward(head_dim, True) for head_dim, _ in BACKWARD}):
+            yield "backward, soft cap", head_dim, band, backward_call(head_dim, dtype, band, True, on=options)
+            call = backward_call(head_dim, dtype, band, True, with_d_q=False, on=options)
+            yield "backward keys, soft cap", head_dim, band, call
+            yield "backward queries, soft cap", head_dim, band, backward_queries_call(head_dim, dtype, band, options)
 
 
 def compile_offline(call: KernelCall) -> Any:
@@ -72,7 +82,8 @@ def compile_offline(call: KernelCall) -> Any:
     function = call.kernel
     signature = {name: call.type_of(name) for name in function.arg_names}
     aligned = [i for i, name in enumerate(function.arg_names) if signature[name][0] == "*" and name != "lse_ptr"]
-    source = GluonASTSource(function, signature, call.constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    constants = {**call.constants, **dict.fromkeys(call.absent)}
+    source = GluonASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     return triton.compile(source, target=TARGET, options=LAUNCH_OPTIONS)
 
 

@@ -7,6 +7,7 @@ every query of a problem sees a key and every key is seen.
 from tileflash.kernels.compat_gluon import gl, gluon
 
 LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -78,6 +79,27 @@ def mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N: gl.const
     i_keys = i_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, logits.type.layout))
     last = gl.minimum(i_queries + high, key_length - 1)
     return mask_logits(logits, i_keys, i_queries + low, last, HAS_LOW, True)
+
+
+@gluon.jit
+def soft_capped(products, cap_scale):
+    """(tanh(x), its derivative) of x = products * cap_scale, where cap_scale is the scale of the logits divided by the soft cap.
+
+    By exp, for the hardware's tanh has 11 bits. Near 0 tanh is a series, where the formula with exp would cancel (a large cap multiplies
+    that); far from it the derivative is not 1 - tanh^2, which would.
+    """
+    x = products * cap_scale
+    size = gl.abs(x)
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315))))
+    decay = gl.exp2(size * -2.8853900817779268)  # exp(-2 |x|): never overflows
+    # A division would take eight instructions more.
+    rest = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + decay], dtype=gl.float32, is_pure=True, pack=1
+    )
+    far = (1.0 - decay) * rest
+    far = gl.where(x < 0.0, -far, far)
+    return gl.where(size < 0.25, series, far), 4.0 * decay * rest * rest
 
 
 @gluon.jit
