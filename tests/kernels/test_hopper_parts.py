@@ -104,9 +104,9 @@ def finish(acc: torch.Tensor, stats: torch.Tensor, tensors: tuple[torch.Tensor, 
     tiles = -(-q.shape[1] // block_m)
     strides = [stride for tensor in (d_q, q, k, v, d_out) for stride in tensor.stride()[:3]]
     finish_kernel[(q.shape[2] * tiles,)](
-        acc, d_q, stats, q, k, v, d_out, *strides, q.shape[1], k.shape[1], tiles, q.shape[2], q.shape[2] // k.shape[2],
+        acc, d_q, stats, q, k, v, d_out, (), *strides, q.shape[1], k.shape[1], tiles, q.shape[2], q.shape[2] // k.shape[2],
         scale, (softcap or scale) * 1.4426950408889634, *band, q.shape[3], v.shape[3], cap_scale,
-        block_m, block_d, q.shape[3] == block_d, banded,
+        block_m, block_d, q.shape[3] == block_d, banded, False,
     )  # fmt: skip
     return d_q
 
@@ -173,8 +173,8 @@ def test_statistics_before_the_backward_kernel(with_d_lse: bool, device: str) ->
     stats = torch.full((batch * heads * tiles, 2, block_m), float("nan"), device=device)
     acc = torch.full((batch * heads * tiles, block_m * block_d), float("nan"), device=device)
     prepare_kernel[(batch * heads * tiles,)](
-        out, d_out, lse, d_lse, stats, acc, *out.stride()[:3], *d_out.stride()[:3], length, tiles, heads, length, head_dim,
-        block_m, block_d, False, with_d_lse,
+        out, d_out, lse, d_lse, stats, acc, (), *out.stride()[:3], *d_out.stride()[:3], length, tiles, heads, length, head_dim,
+        block_m, block_d, False, with_d_lse, True, False,
     )  # fmt: skip
     assert torch.equal(acc, torch.zeros_like(acc))
     delta = (out * d_out).sum(3).transpose(1, 2) - (d_lse if with_d_lse else 0)

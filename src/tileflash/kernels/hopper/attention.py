@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from tileflash.kernels.compat import current_device, remember
+from tileflash.kernels.hopper.packed import packed_backward, packed_forward
 from tileflash.kernels.hopper.prepared import prepare_backward, prepare_forward
 from tileflash.kernels.hopper.seen import Seen
 from tileflash.kernels.options import NO_GRADIENTS, PLAIN, OptionGradients, Options
 
 _LOG2_E = 1.4426950408889634
+
+# The tuple that tells the kernels before and after the backward one of packed sequences.
+_NOT_PACKED: tuple[tuple[Any, ...], ...] = ((),)
 
 # Launches made ready, by all that they depend on.
 _forward_launches: dict[Any, Any] = {}
@@ -25,7 +29,8 @@ def attention_forward(
     """out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] fp32 of q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
     fp16 or bf16; D and Dv multiples of 8, at most 256. Query i sees key j where low <= j - i <= high (None: no bound). `scale` > 0
-    multiplies the logits; of the options there are the soft cap and sinks. Strides are free; a tensor that TMA cannot address (last
+    multiplies the logits; of the options there are the soft cap, sinks and packed sequences
+    (without sinks). Strides are free; a tensor that TMA cannot address (last
     dimension not contiguous, a stride or an address that is no multiple of 16 bytes, an expanded dimension) is copied. Equal bit for
     bit from run to run.
     """
@@ -35,6 +40,9 @@ def attention_forward(
         _fill_unseen(lse, sinks)
         return q.new_zeros((*q.shape[:3], v.shape[3])), lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    if options.packed:
+        q, k, v = (t if _addressable(t) else t.contiguous() for t in (q, k, v))
+        return packed_forward(q, k, v, scale, low, high, options)
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scale, low, high,
         options.softcap, sinks is None,
@@ -82,6 +90,9 @@ def attention_backward(
     out = out if out.stride(3) == 1 else out.contiguous()
     lse = lse.contiguous()
     all_d_lse = d_lse = None if d_lse is None else d_lse.contiguous()
+    if options.packed:
+        q, k, v, d_out = (t if _addressable(t) else t.contiguous() for t in (q, k, v, d_out))
+        return packed_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high, options, deterministic)
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(),
         q.dtype, q.device, scale, low, high, d_lse is None, deterministic,
@@ -112,11 +123,11 @@ def attention_backward(
         device_index = q.get_device()
         with current_device(q):
             # Where there is no d_lse, an address that is not looked at.
-            prepare((out, d_out, lse, stats if d_lse is None else d_lse, stats, acc), device_index)
+            prepare((out, d_out, lse, stats if d_lse is None else d_lse, stats, acc), device_index, _NOT_PACKED)
             launch((q, k, v, d_out, stats, acc, seen_d_k, seen_d_v), (acc, tables[0]), device_index)
             if launch_queries is not None:
                 launch_queries((q, k, v, d_out), (stats, acc, tables[1]), device_index)
-            finish((acc, seen_d_q, stats, q, k, v, d_out), device_index)
+            finish((acc, seen_d_q, stats, q, k, v, d_out), device_index, _NOT_PACKED)
     if options.sinks is None:
         return d_q, d_k, d_v, NO_GRADIENTS
     unseen = (

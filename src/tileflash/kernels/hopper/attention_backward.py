@@ -35,8 +35,10 @@ from tileflash.kernels.hopper.attention_backward_producer import (
     query_tiles_of,
 )
 from tileflash.kernels.hopper.tile import (
+    boxes,
     mask_logits,
     named_barrier_sync,
+    rows_at,
     scheduled_tile,
     soft_capped,
     unmasked_tiles,
@@ -67,7 +69,7 @@ def _times_transposed(tiles, first_tile, other, WARPGROUP: gl.constexpr, BLOCK_M
 @gluon.jit
 def _step(
     within, i_row, more, offset, uncut_begin, uncut_end, keys_left, count, logits, d_weights, d_k, d_v,
-    shared, staging, meeting, acc_desc, acc_ptr, scale_log2, cap_scale, sizes,
+    shared, staging, meeting, acc_desc, acc_ptr, scale_log2, cap_scale, low, high,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, HAS_DQ: gl.constexpr,
 ):  # fmt: skip
@@ -75,7 +77,6 @@ def _step(
     being made. More would be faster on paper, but what is in flight when dQ needs its registers makes ptxas serialise all wgmma."""
     tiles, stats_shared, barriers = shared
     d_logits_shared, d_q_shared = staging
-    low, high = sizes[8], sizes[9]
     DTYPE: gl.constexpr = tiles.dtype
     PARTS: gl.constexpr = KEYS // BLOCK_M  # tiles that K and V take each; Q's come after them, then dO's
     Q: gl.constexpr = 2 * PARTS
@@ -199,10 +200,10 @@ def _step(
 
 @gluon.jit
 def _consume_tile(
-    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, cap_scale, sizes,
+    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
-    HAS_DQ: gl.constexpr,
+    HAS_DQ: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """64 of a tile's 128 keys: their dK and dV, and half of the dQ of every tile of queries that sees the 128."""
     _, _, _, _, _, acc_desc, d_k_desc, d_v_desc = descriptors
@@ -211,15 +212,20 @@ def _consume_tile(
     PARTS: gl.constexpr = KEYS // BLOCK_M
     Q: gl.constexpr = 2 * PARTS
     D_OUT: gl.constexpr = 2 * PARTS + STAGES
-    _, _, _, query_tiles, _, key_length, kv_heads, kv_group, low, high = sizes
+    query_tiles, kv_heads, kv_group = sizes[3], sizes[6], sizes[7]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     DTYPE: gl.constexpr = d_k_desc.dtype
-    first, batch_kv_head, begin, end = query_tiles_of(tile, sizes, KEYS, BLOCK_M, HAS_LOW, HAS_HIGH)
+    first, batch_kv_head, begin, end, queries, key_length, low, high, _, k_begin, stats_tile = query_tiles_of(
+        tile, table_ptr, sizes, KEYS, BLOCK_M, HAS_LOW, HAS_HIGH, PACKED
+    )
     own_first = first + WARPGROUP * 64
     # The tiles of queries that see all of this warpgroup's keys, counted from `begin`; none where the keys end among them.
+    rows_of_tiles = query_tiles * BLOCK_M
+    if PACKED:
+        rows_of_tiles = gl.cdiv(queries, BLOCK_M) * BLOCK_M
     uncut_begin, uncut_end = unmasked_tiles(
-        own_first, own_first + 63, query_tiles * BLOCK_M, -high, -low, begin, end, BLOCK_M, HAS_HIGH, HAS_LOW
+        own_first, own_first + 63, rows_of_tiles, -high, -low, begin, end, BLOCK_M, HAS_HIGH, HAS_LOW
     )
     uncut_begin = gl.where(own_first + 64 > key_length, end, uncut_begin) - begin
     uncut_end -= begin
@@ -250,17 +256,17 @@ def _consume_tile(
     # All query heads of the group one after the other, as one loop: what is prefetched at the end of a head is the next one's.
     tiles_of_head = end - begin
     steps = tiles_of_head
-    first_row = batch_kv_head * query_tiles + begin
+    first_row = batch_kv_head * query_tiles + begin + stats_tile
     if GROUPED:
         steps *= kv_group
-        first_row = batch_kv_head * kv_group * query_tiles + begin
+        first_row = batch_kv_head * kv_group * query_tiles + begin + stats_tile
         within = 0
     for step in range(steps):
         if not GROUPED:
             within = step
         logits, d_weights, d_k, d_v = _step(
             within, first_row + within, step + 1 < steps, offset, uncut_begin, uncut_end, key_length - own_first, count + step,
-            logits, d_weights, d_k, d_v, shared, staging, meeting, acc_desc, acc_ptr, scale_log2, cap_scale, sizes,
+            logits, d_weights, d_k, d_v, shared, staging, meeting, acc_desc, acc_ptr, scale_log2, cap_scale, low, high,
             WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA, HAS_DQ,
         )  # fmt: skip
         if GROUPED:
@@ -273,11 +279,11 @@ def _consume_tile(
     mbarrier.arrive(barriers.index(KV_EMPTY), count=1)
 
     # Out through this warpgroup's staging of dQ (one tile at a time), or through the dS buffer that is free (both at once).
-    at = [batch_kv_head // kv_heads, batch_kv_head % kv_heads, own_first, 0]
+    at = rows_at(batch_kv_head // kv_heads, batch_kv_head % kv_heads, own_first, 0, k_begin, key_length, PACKED)
     tma_store_wait(0)
     thread_barrier()
     if DQ_BY_TMA:
-        leaving = reinterpret(d_q_shared.index(WARPGROUP), DTYPE, [1, 1, 64, BLOCK_D], d_k_desc.layout)
+        leaving = reinterpret(d_q_shared.index(WARPGROUP), DTYPE, d_k_desc.block_type.shape, d_k_desc.layout)
         leaving.reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
         fence_async_shared()
         tma_store(d_v_desc, at, leaving)
@@ -289,7 +295,7 @@ def _consume_tile(
         tma_store(d_k_desc, at, leaving)
     else:
         free = d_logits_shared.index(count % 2 * 2 + WARPGROUP)
-        leaving = reinterpret(free, DTYPE, [2, 1, 1, 64, BLOCK_D], d_k_desc.layout)
+        leaving = reinterpret(free, DTYPE, boxes(2, d_k_desc.block_type.shape), d_k_desc.layout)
         leaving.index(0).reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
         leaving.index(1).reshape([64, BLOCK_D]).store((d_k * scale).to(DTYPE))
         fence_async_shared()
@@ -304,24 +310,32 @@ def _consume(
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup."""
-    items, tiles = sizes[0], sizes[1]
     if PERSISTENT:
         count = 0
-        for item in range(items):
-            tile = scheduled_tile(table_ptr, item, items, tiles, True)
+        for item in range(sizes[0]):
+            tile = scheduled_tile(table_ptr, item, sizes, True, PACKED)
             if tile >= 0:
                 count = _consume_tile(
-                    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, cap_scale, sizes,
-                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ,
+                    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ, PACKED,
                 )  # fmt: skip
     else:
-        _consume_tile(
-            only_tile(sizes, HAS_HIGH), 0, gl.to_tensor(0),
-            descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, cap_scale, sizes,
-            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ,
-        )  # fmt: skip
+        nothing_yet = gl.to_tensor(0)
+        tile = only_tile(table_ptr, sizes, HAS_HIGH, PACKED)
+        if PACKED:
+            if tile >= 0:
+                _consume_tile(
+                    tile, 0, nothing_yet, descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ, PACKED,
+                )  # fmt: skip
+        else:
+            _consume_tile(
+                tile, 0, nothing_yet, descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ, PACKED,
+            )  # fmt: skip
     tma_store_wait(0)
 
 
@@ -336,6 +350,7 @@ def attention_backward_kernel(
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, and dQ / scale added to the accumulator.
 
@@ -346,7 +361,7 @@ def attention_backward_kernel(
     """
     DTYPE: gl.constexpr = q_desc.dtype
     TILES: gl.constexpr = 2 * KEYS // BLOCK_M + 2 * STAGES
-    tiles_shared = gl.allocate_shared_memory(DTYPE, [TILES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    tiles_shared = gl.allocate_shared_memory(DTYPE, boxes(TILES, q_desc.block_type.shape), q_desc.layout)
     stats_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * BLOCK_M], stats_desc.layout)
     D_LOGITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     d_logits_shared = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], D_LOGITS)
@@ -369,13 +384,13 @@ def attention_backward_kernel(
             (_consume, (
                 descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
                 0, BLOCK_M, BLOCK_D, STAGES,
-                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ)),
+                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ, PACKED)),
             (_consume, (
                 descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
                 1, BLOCK_M, BLOCK_D, STAGES,
-                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ)),
+                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ, PACKED)),
             (produce, (
-                descriptors, shared, table_ptr, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+                descriptors, shared, table_ptr, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT, PACKED)),
         ],
         [4, 1],
         [240, 24],

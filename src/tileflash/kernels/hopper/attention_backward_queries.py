@@ -19,8 +19,10 @@ from tileflash.kernels.compat_gluon import (
     warpgroup_mma_wait,
 )
 from tileflash.kernels.hopper.tile import (
+    boxes,
     locate_queries,
     mask_keys,
+    rows_at,
     scheduled_tile,
     soft_capped,
     unmasked_tiles,
@@ -34,24 +36,24 @@ BLOCK_M = gl.constexpr(128)  # queries of a program's tile
 def _produce(
     descriptors, buffers, barriers, table_ptr, sizes,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The producer warp."""
     q_desc, k_desc, v_desc, d_out_desc = descriptors
     q_shared, k_shared, v_shared, d_out_shared = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high, _stats_tiles = sizes
+    items = sizes[0]
     TILE_BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
     count = 0  # of key tiles fetched so far: gives the stages and the phases of their barriers
     for item in range(items):
-        tile = scheduled_tile(table_ptr, item, items, tiles, HAS_HIGH)
+        tile = scheduled_tile(table_ptr, item, sizes, HAS_HIGH, PACKED)
         if tile >= 0:
-            first, last, batch, head, kv_head = locate_queries(
-                tile, query_tiles, heads, kv_group, query_length, BLOCK_M
-            )
+            (
+                first, last, batch, head, kv_head, query_length, key_length, low, high, q_begin, k_begin, _stats,
+            ) = locate_queries(tile, table_ptr, sizes, BLOCK_M, PACKED)  # fmt: skip
             begin, end = visible_tiles(first, last, key_length, low, high, BLOCK_N, HAS_LOW, HAS_HIGH)
             for i_tile in range(end - begin):
-                at = [batch, kv_head, (end - 1 - i_tile) * BLOCK_N, 0]
+                at = rows_at(batch, kv_head, (end - 1 - i_tile) * BLOCK_N, 0, k_begin, key_length, PACKED)
                 stage = count % K_STAGES
                 mbarrier.wait(k_empty.index(stage), (count // K_STAGES & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), TILE_BYTES)
@@ -60,7 +62,7 @@ def _produce(
                     for warpgroup in gl.static_range(2):
                         mbarrier.wait(q_empty.index(warpgroup), (item & 1) ^ 1)
                         mbarrier.expect(q_full.index(warpgroup), 2 * 64 * BLOCK_D * 2)
-                        q_at = [batch, head, first + warpgroup * 64, 0]
+                        q_at = rows_at(batch, head, first + warpgroup * 64, 0, q_begin, query_length, PACKED)
                         tma_load(q_desc, q_at, q_full.index(warpgroup), q_shared.index(warpgroup))
                         tma_load(d_out_desc, q_at, q_full.index(warpgroup), d_out_shared.index(warpgroup))
                 stage = count % V_STAGES
@@ -93,14 +95,14 @@ def _store_d_q(acc_ptr, piece, d_q, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, cap_scale, sizes,
+    descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, cap_scale, stats_tiles, sizes,
     WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STATS_ROWS: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: d_q of 64 queries of every tile."""
     q_shared, k_shared, v_shared, d_out_shared = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high, stats_tiles = sizes
+    items, heads = sizes[0], sizes[5]
     DTYPE: gl.constexpr = q_shared.dtype
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -111,15 +113,15 @@ def _consume(
     d_out = d_out_shared.index(WARPGROUP).reshape([64, BLOCK_D])
     count = 0
     for item in range(items):
-        tile = scheduled_tile(table_ptr, item, items, tiles, HAS_HIGH)
+        tile = scheduled_tile(table_ptr, item, sizes, HAS_HIGH, PACKED)
         if tile >= 0:
-            first, last, batch, head, _kv_head = locate_queries(
-                tile, query_tiles, heads, kv_group, query_length, BLOCK_M
-            )
+            (
+                first, last, batch, head, _kv_head, query_length, key_length, low, high, _q_begin, _k_begin, stats_tile,
+            ) = locate_queries(tile, table_ptr, sizes, BLOCK_M, PACKED)  # fmt: skip
             begin, end = visible_tiles(first, last, key_length, low, high, BLOCK_N, HAS_LOW, HAS_HIGH)
             own_first = first + WARPGROUP * 64
             own_last = gl.minimum(own_first + 63, query_length - 1)
-            piece = (batch * heads + head) * (stats_tiles * PIECES) + own_first // 64
+            piece = ((batch * heads + head) * stats_tiles + stats_tile) * PIECES + own_first // 64
             if own_first >= query_length:
                 count = _skip_tiles(end - begin, count, barriers, K_STAGES, V_STAGES)
                 mbarrier.wait(q_full.index(WARPGROUP), item & 1)
@@ -229,7 +231,7 @@ def attention_backward_queries_kernel(
     q_desc, k_desc, v_desc, d_out_desc, stats_ptr, acc_ptr, table_ptr,
     items, tiles, query_tiles, query_length, key_length, heads, kv_group, scale_log2, low, high, stats_tiles, cap_scale,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STATS_ROWS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """dQ / scale to the accumulator, all of it: nothing need be there before.
 
@@ -238,10 +240,10 @@ def attention_backward_queries_kernel(
     `table_ptr` [items, programs] has the tiles of each program (int32, -1 for none); it is not read without a band.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    q_shared = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, BLOCK_D], q_desc.layout)
-    d_out_shared = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, BLOCK_D], d_out_desc.layout)
-    k_shared = gl.allocate_shared_memory(DTYPE, [K_STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_shared = gl.allocate_shared_memory(DTYPE, [V_STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_shared = gl.allocate_shared_memory(DTYPE, boxes(2, q_desc.block_type.shape), q_desc.layout)
+    d_out_shared = gl.allocate_shared_memory(DTYPE, boxes(2, d_out_desc.block_type.shape), d_out_desc.layout)
+    k_shared = gl.allocate_shared_memory(DTYPE, boxes(K_STAGES, k_desc.block_type.shape), k_desc.layout)
+    v_shared = gl.allocate_shared_memory(DTYPE, boxes(V_STAGES, v_desc.block_type.shape), v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
@@ -262,17 +264,17 @@ def attention_backward_queries_kernel(
     descriptors = (q_desc, k_desc, v_desc, d_out_desc)
     buffers = (q_shared, k_shared, v_shared, d_out_shared)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high, stats_tiles)
+    sizes = (items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high)
     gl.warp_specialize(
         [
             (_consume, (
-                descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, cap_scale, sizes,
-                0, BLOCK_N, BLOCK_D, STATS_ROWS, K_STAGES, V_STAGES, HAS_LOW, HAS_HIGH)),
+                descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, cap_scale, stats_tiles, sizes,
+                0, BLOCK_N, BLOCK_D, STATS_ROWS, K_STAGES, V_STAGES, HAS_LOW, HAS_HIGH, PACKED)),
             (_consume, (
-                descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, cap_scale, sizes,
-                1, BLOCK_N, BLOCK_D, STATS_ROWS, K_STAGES, V_STAGES, HAS_LOW, HAS_HIGH)),
+                descriptors, buffers, barriers, stats_ptr, acc_ptr, table_ptr, scale_log2, cap_scale, stats_tiles, sizes,
+                1, BLOCK_N, BLOCK_D, STATS_ROWS, K_STAGES, V_STAGES, HAS_LOW, HAS_HIGH, PACKED)),
             (_produce, (
-                descriptors, buffers, barriers, table_ptr, sizes, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, HAS_LOW, HAS_HIGH)),
+                descriptors, buffers, barriers, table_ptr, sizes, BLOCK_N, BLOCK_D, K_STAGES, V_STAGES, HAS_LOW, HAS_HIGH, PACKED)),
         ],
         [4, 1],
         [240, 24],

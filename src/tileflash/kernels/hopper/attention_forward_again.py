@@ -14,7 +14,7 @@ ROWS_AT_A_TIME = gl.constexpr(16)
 
 @gluon.jit
 def attend_again(
-    out, inputs, batch, head, kv_head, first, query_length, key_length, low, high, scale_log2, sinks_ptr, cap_scale,
+    out, inputs, batch, head, kv_head, q_begin, k_begin, first, query_length, key_length, low, high, scale_log2, sinks_ptr, cap_scale,
     HAS_LOW: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """64 rows of the output from row `first` on, in fp32 until they are stored to `out` (shared memory, [64, BLOCK_D]).
@@ -30,9 +30,24 @@ def attend_again(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     i_columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
-    q_base = q_ptr + batch.to(gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[2]
-    k_base = k_ptr + batch.to(gl.int64) * k_strides[0] + kv_head.to(gl.int64) * k_strides[2]
-    v_base = v_ptr + batch.to(gl.int64) * v_strides[0] + kv_head.to(gl.int64) * v_strides[2]
+    q_base = (
+        q_ptr
+        + batch.to(gl.int64) * q_strides[0]
+        + head.to(gl.int64) * q_strides[2]
+        + gl.to_tensor(q_begin).to(gl.int64) * q_strides[1]
+    )
+    k_base = (
+        k_ptr
+        + batch.to(gl.int64) * k_strides[0]
+        + kv_head.to(gl.int64) * k_strides[2]
+        + gl.to_tensor(k_begin).to(gl.int64) * k_strides[1]
+    )
+    v_base = (
+        v_ptr
+        + batch.to(gl.int64) * v_strides[0]
+        + kv_head.to(gl.int64) * v_strides[2]
+        + gl.to_tensor(k_begin).to(gl.int64) * v_strides[1]
+    )
     for part in gl.static_range(64 // ROWS_AT_A_TIME):
         i_queries = first + part * ROWS_AT_A_TIME + gl.arange(0, ROWS_AT_A_TIME, layout=ROWS)
         inside = (i_queries < query_length)[:, None] & (i_columns < D)[None, :]

@@ -108,10 +108,13 @@ SOFT_CAP_PREFETCH = {False: 0, True: 1}
 
 
 def backward_configuration(
-    head_dim: int, banded: bool, with_d_q: bool, soft_cap: bool = False
+    head_dim: int, banded: bool, with_d_q: bool, soft_cap: bool = False, packed: bool = False
 ) -> BackwardConfiguration:
-    """Of the kernel that makes d_k and d_v, and d_q with them or not."""
+    """Of the kernel that makes d_k and d_v, and d_q with them or not. Packed sequences have a program a tile: nobody on the host knows
+    how long the tiles are."""
     configuration = BACKWARD[head_dim, banded]
+    if packed:
+        configuration = replace(configuration, persistent=False)
     if soft_cap and head_dim == 128:
         return replace(configuration, prefetch=SOFT_CAP_PREFETCH[banded])
     return configuration if with_d_q else replace(configuration, prefetch=KEYS_ALONE_PREFETCH[head_dim])

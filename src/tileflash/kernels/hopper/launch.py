@@ -38,9 +38,9 @@ class Box:
     layout: Any
 
     @staticmethod
-    def of_rows(rows: int, head_dim: int, dtype: torch.dtype) -> Box:
-        """Rows of one head of a [B, H, S, D] tensor, swizzled as wgmma reads them."""
-        shape = (1, 1, rows, head_dim)
+    def of_rows(rows: int, head_dim: int, dtype: torch.dtype, packed: bool = False) -> Box:
+        """Rows of one head of a [B, H, S, D] tensor, swizzled as wgmma reads them. Packed rows have a dimension more."""
+        shape = (1, 1, 1, rows, head_dim) if packed else (1, 1, rows, head_dim)
         return Box(shape, dtype, gl.NVMMASharedLayout.get_default_for(list(shape), _GLUON_TYPES[dtype]))
 
     @staticmethod
@@ -61,6 +61,7 @@ class KernelOptions:
 
     soft_cap: bool = False
     sinks: bool = False
+    packed: bool = False
 
     def absent(self, *parameters: str) -> tuple[str, ...]:
         """Those of the parameters that belong to an option that is off: they are None, and the kernel is what it is without them."""
@@ -97,8 +98,8 @@ def forward_call(head_dim: int, dtype: torch.dtype, band: Band, on: KernelOption
     """The forward kernel for a padded head dimension, with the options that are `on`."""
     configuration = FORWARD[head_dim, band != "full"]
     check_configuration(configuration, head_dim)
-    query_box = Box.of_rows(64, head_dim, dtype)
-    key_box = Box.of_rows(configuration.block_n, head_dim, dtype)
+    query_box = Box.of_rows(64, head_dim, dtype, on.packed)
+    key_box = Box.of_rows(configuration.block_n, head_dim, dtype, on.packed)
     return KernelCall(
         attention_forward_kernel,
         {"q_desc": query_box, "k_desc": key_box, "v_desc": key_box, "out_desc": query_box},
@@ -112,6 +113,7 @@ def forward_call(head_dim: int, dtype: torch.dtype, band: Band, on: KernelOption
             "OUT_IN_Q": configuration.out_in_q,
             "CONSUMER_REGISTERS": configuration.consumer_registers,
             "PRODUCER_REGISTERS": configuration.producer_registers,
+            "PACKED": on.packed,
         },
         on.absent("sinks_ptr", "cap_scale"),
     )
@@ -122,11 +124,11 @@ def backward_call(
 ) -> KernelCall:
     """The backward kernel for a padded head dimension; `grouped`: several query heads share a K/V head. Without d_q it makes d_k and d_v
     alone."""
-    configuration = backward_configuration(head_dim, band != "full", with_d_q, on.soft_cap)
+    configuration = backward_configuration(head_dim, band != "full", with_d_q, on.soft_cap, on.packed)
     check_configuration(configuration, head_dim)
-    query_box = Box.of_rows(configuration.block_m, head_dim, dtype)
+    query_box = Box.of_rows(configuration.block_m, head_dim, dtype, on.packed)
     wide = configuration.keys == 64
-    gradient_box = Box.of_rows(64, head_dim // 2 if wide else head_dim, dtype)
+    gradient_box = Box.of_rows(64, head_dim // 2 if wide else head_dim, dtype, on.packed)
     boxes = {
         "q_desc": query_box,
         "k_desc": query_box,  # keys come in tiles of the same size
@@ -145,6 +147,7 @@ def backward_call(
             **edges,
             "PERSISTENT": configuration.persistent,
             "HAS_DQ": with_d_q,
+            "PACKED": on.packed,
         }
         return KernelCall(attention_backward_wide_kernel, boxes, constants, on.absent("cap_scale"))
     constants = {
@@ -157,6 +160,7 @@ def backward_call(
         "DQ_BY_TMA": configuration.dq_by_tma,
         "PERSISTENT": configuration.persistent,
         "HAS_DQ": with_d_q,
+        "PACKED": on.packed,
     }
     return KernelCall(attention_backward_kernel, boxes, constants, on.absent("cap_scale"))
 
@@ -165,8 +169,8 @@ def backward_queries_call(head_dim: int, dtype: torch.dtype, band: Band, on: Ker
     """The kernel that makes d_q alone, for a padded head dimension."""
     configuration = QUERIES[head_dim]
     check_configuration(configuration, head_dim)
-    query_box = Box.of_rows(64, head_dim, dtype)
-    key_box = Box.of_rows(configuration.block_n, head_dim, dtype)
+    query_box = Box.of_rows(64, head_dim, dtype, on.packed)
+    key_box = Box.of_rows(configuration.block_n, head_dim, dtype, on.packed)
     return KernelCall(
         attention_backward_queries_kernel,
         {"q_desc": query_box, "k_desc": key_box, "v_desc": key_box, "d_out_desc": query_box},
@@ -178,6 +182,7 @@ def backward_queries_call(head_dim: int, dtype: torch.dtype, band: Band, on: Ker
             "V_STAGES": configuration.v_stages,
             "HAS_LOW": band == "window",
             "HAS_HIGH": band != "full",
+            "PACKED": on.packed,
         },
         on.absent("cap_scale"),
     )

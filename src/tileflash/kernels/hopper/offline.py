@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tileflash.kernels.compat_gluon import LAUNCH_OPTIONS, GluonASTSource
 from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES, padded_backward
 from tileflash.kernels.hopper.launch import (
     BANDS,
+    Band,
     KernelCall,
     KernelOptions,
     backward_call,
@@ -31,6 +33,7 @@ from tileflash.kernels.hopper.launch import (
     forward_call,
 )
 
+OPTION_BANDS: dict[torch.dtype, tuple[Band, ...]] = {torch.bfloat16: ("full", "window"), torch.float16: ("high",)}
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -66,15 +69,22 @@ def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCal
             # deterministic=True: d_k and d_v (grouped heads are a counter more, as above), then d_q
             yield "backward keys", head_dim, band, backward_call(head_dim, dtype, band, True, with_d_q=False)
             yield "backward queries", head_dim, band, backward_queries_call(head_dim, dtype, band)
-    options = KernelOptions(soft_cap=True, sinks=True)
-    for band in BANDS:
+    yield from _with_options(dtype)
+
+
+def _with_options(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
+    """The same with a soft cap (and sinks, in the forward pass), and of packed sequences; in some of the bands, by dtype."""
+    kinds = {"soft cap": KernelOptions(soft_cap=True, sinks=True), "packed": KernelOptions(packed=True)}
+    for (name, options), band in product(kinds.items(), OPTION_BANDS[dtype]):
+        if options.packed and band == "full":  # the end of a sequence is masked
+            continue
         for head_dim in sorted({head_dim for head_dim, _ in FORWARD}):
-            yield "forward, soft cap", head_dim, band, forward_call(head_dim, dtype, band, options)
-        for head_dim in sorted({padded_backward(head_dim, True) for head_dim, _ in BACKWARD}):
-            yield "backward, soft cap", head_dim, band, backward_call(head_dim, dtype, band, True, on=options)
+            yield f"forward, {name}", head_dim, band, forward_call(head_dim, dtype, band, options)
+        for head_dim in sorted({padded_backward(head_dim, options.soft_cap) for head_dim, _ in BACKWARD}):
+            yield f"backward, {name}", head_dim, band, backward_call(head_dim, dtype, band, True, on=options)
             call = backward_call(head_dim, dtype, band, True, with_d_q=False, on=options)
-            yield "backward keys, soft cap", head_dim, band, call
-            yield "backward queries, soft cap", head_dim, band, backward_queries_call(head_dim, dtype, band, options)
+            yield f"backward keys, {name}", head_dim, band, call
+            yield f"backward queries, {name}", head_dim, band, backward_queries_call(head_dim, dtype, band, options)
 
 
 def compile_offline(call: KernelCall) -> Any:

@@ -40,7 +40,7 @@ _schedules: dict[Any, Tensor] = {}
 
 def kernel_options(options: Options, scale: float) -> tuple[KernelOptions, float, float | None]:
     """(what the kernels are compiled with, their `scale_log2`, their `cap_scale`)."""
-    on = KernelOptions(options.softcap > 0, options.sinks is not None)
+    on = KernelOptions(options.softcap > 0, options.sinks is not None, options.packed)
     if on.soft_cap:
         return on, options.softcap * _LOG2_E, scale / options.softcap
     return on, scale * _LOG2_E, None
@@ -141,13 +141,13 @@ def prepare_backward(
     main = PreparedDescriptorLaunch(call.kernel, programs, described, scalars, call.constants)
     before = (
         *out.stride()[:3], *d_out.stride()[:3], seen.queries, query_tiles, heads, query_length, head_dim_v,
-        block_m, padded, padded == head_dim_v, has_d_lse, not deterministic,
+        block_m, padded, padded == head_dim_v, has_d_lse, not deterministic, False,
     )  # fmt: skip
     row = heads * head_dim
     after = (
         query_length * row, row, head_dim, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
         seen.queries, seen.keys, query_tiles, heads, heads // kv_heads, scale, scale_log2, *seen.bounds(), head_dim, head_dim_v, cap_scale,
-        block_m, padded, padded == head_dim, band != "full",
+        block_m, padded, padded == head_dim, band != "full", False,
     )  # fmt: skip
     queries, query_table = None, table
     if deterministic:
