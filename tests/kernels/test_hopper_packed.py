@@ -89,9 +89,10 @@ def test_rows_that_see_nothing_are_cleared_and_no_others(
     total = total_k if of_keys else total_q
     rows = torch.ones(total, heads, head_dim, device=device)
     lse = torch.ones(heads, total, device=device)
+    sinks = torch.tensor([5.0, 6.0], device=device)
     clear_unseen_kernel[(-(-total // ROWS.value) * heads,)](
-        cu(QUERIES, device), cu(KEYS, device), rows, lse, heads * head_dim, head_dim, len(QUERIES), len(QUERIES).bit_length(),
-        total_q, total_k, low or 0, high or 0, heads, head_dim, 32, of_keys, not of_keys, low is not None, high is not None, False,
+        cu(QUERIES, device), cu(KEYS, device), rows, lse, (sinks,), heads * head_dim, head_dim, len(QUERIES), len(QUERIES).bit_length(),
+        total_q, total_k, low or 0, high or 0, heads, head_dim, 32, of_keys, not of_keys, True, low is not None, high is not None, False,
     )  # fmt: skip
     expected = torch.zeros(total, dtype=torch.bool)
     first = 0
@@ -104,7 +105,10 @@ def test_rows_that_see_nothing_are_cleared_and_no_others(
     assert torch.equal((rows == 0).all(2).all(1).cpu(), ~expected)
     if not of_keys:
         assert torch.equal((lse == 1).all(0).cpu(), expected)
-        assert bool((lse[:, ~expected.to(device)] == -torch.inf).all())
+        assert bool((lse[:, sum(QUERIES) :] == -torch.inf).all())
+        sees_sink_alone = (~expected).nonzero().flatten()
+        sees_sink_alone = sees_sink_alone[sees_sink_alone < sum(QUERIES)]
+        assert torch.equal(lse[:, sees_sink_alone], sinks[:, None].expand(heads, len(sees_sink_alone)))
 
 
 @pytest.mark.parametrize("spoilt", [False, True])

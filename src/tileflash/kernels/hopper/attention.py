@@ -11,9 +11,8 @@ from tileflash.kernels.compat import current_device, remember
 from tileflash.kernels.hopper.packed import packed_backward, packed_forward
 from tileflash.kernels.hopper.prepared import prepare_backward, prepare_forward
 from tileflash.kernels.hopper.seen import Seen
+from tileflash.kernels.hopper.sinks import sink_gradient
 from tileflash.kernels.options import NO_GRADIENTS, PLAIN, OptionGradients, Options
-
-_LOG2_E = 1.4426950408889634
 
 # The tuple that tells the kernels before and after the backward one of packed sequences.
 _NOT_PACKED: tuple[tuple[Any, ...], ...] = ((),)
@@ -29,20 +28,20 @@ def attention_forward(
     """out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] fp32 of q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
     fp16 or bf16; D and Dv multiples of 8, at most 256. Query i sees key j where low <= j - i <= high (None: no bound). `scale` > 0
-    multiplies the logits; of the options there are the soft cap, sinks and packed sequences
-    (without sinks). Strides are free; a tensor that TMA cannot address (last
+    multiplies the logits; of the options there are the soft cap, sinks and packed sequences. Strides are free; a tensor that TMA cannot
+    address (last
     dimension not contiguous, a stride or an address that is no multiple of 16 bytes, an expanded dimension) is copied. Equal bit for
     bit from run to run.
     """
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
-    if q.numel() == 0 or k.numel() == 0:
+    if (q.numel() == 0 or k.numel() == 0) and not options.packed:
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
         _fill_unseen(lse, sinks)
         return q.new_zeros((*q.shape[:3], v.shape[3])), lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     if options.packed:
         q, k, v = (t if _addressable(t) else t.contiguous() for t in (q, k, v))
-        return packed_forward(q, k, v, scale, low, high, options)
+        return packed_forward(q, k, v, scale, low, high, options, sinks)
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scale, low, high,
         options.softcap, sinks is None,
@@ -79,12 +78,12 @@ def attention_backward(
     The sum of d_q has no fixed order: its last bits differ from run to run. With `deterministic` a pass of its own makes d_q, and all is
     equal bit for bit.
     """
-    if q.numel() == 0 or k.numel() == 0:
+    if (q.numel() == 0 or k.numel() == 0) and not options.packed:
         return (
             q.new_zeros(q.shape),
             k.new_zeros(k.shape),
             v.new_zeros(v.shape),
-            _option_gradients(options, d_lse, None, q.shape[0]),
+            sink_gradient(options, d_lse, None, q.shape[0]),
         )
     q, k, v, d_out = _aligned(q), _aligned(k), _aligned(v), _aligned(d_out)
     out = out if out.stride(3) == 1 else out.contiguous()
@@ -135,7 +134,7 @@ def attention_backward(
         if all_d_lse is None
         else torch.cat([all_d_lse[:, :, : seen.query_begin], all_d_lse[:, :, seen.query_end :]], 2)
     )
-    return d_q, d_k, d_v, _option_gradients(options, unseen, stats if launches is not None else None, q.shape[0])
+    return d_q, d_k, d_v, sink_gradient(options, unseen, stats if launches is not None else None, q.shape[0])
 
 
 def _fill_unseen(lse: Tensor, sinks: Tensor | None) -> None:
@@ -144,23 +143,6 @@ def _fill_unseen(lse: Tensor, sinks: Tensor | None) -> None:
         lse.fill_(-torch.inf)
     else:
         lse.copy_(sinks[None, :, None].expand(lse.shape))
-
-
-def _option_gradients(options: Options, d_lse: Tensor | None, stats: Tensor | None, batch: int) -> OptionGradients:
-    """The gradient of the sinks. `d_lse` [B, Hq, rows] is that of rows that see no key, which goes to the sink whole. `stats` [B * Hq *
-    tiles, 2 * rows] are the others' lse * log2(e) and delta: a sink is a key whose dP is 0, so its dS is exp(sink - lse) * (0 - delta).
-    """
-    sinks = options.sinks
-    if sinks is None:
-        return NO_GRADIENTS
-    d_sinks = torch.zeros(sinks.shape, dtype=torch.float32, device=sinks.device)
-    if d_lse is not None:
-        d_sinks += d_lse.sum((0, 2))
-    if stats is not None:
-        # [B, Hq, tiles, rows] each. Where a tile has no row lse is +inf, so that the weight is 0.
-        lse_log2, delta = stats.view(batch, sinks.shape[0], -1, 2, stats.shape[1] // 2).unbind(3)
-        d_sinks -= (torch.exp2(sinks.float()[None, :, None, None] * _LOG2_E - lse_log2) * delta).sum((0, 2, 3))
-    return OptionGradients(None, None, d_sinks.to(sinks.dtype))
 
 
 def _queries(tensor: Tensor, seen: Seen) -> Tensor:

@@ -33,7 +33,10 @@ from tileflash.kernels.hopper.packed_tiles import (
     slots_of,
 )
 from tileflash.kernels.hopper.prepared import kernel_options
+from tileflash.kernels.hopper.sinks import sink_gradient
 from tileflash.kernels.options import NO_GRADIENTS, OptionGradients, Options
+
+_NO_SINKS: tuple[tuple[Any, ...], ...] = ((),)
 
 _launches: dict[Any, Any] = {}
 
@@ -66,27 +69,40 @@ class Lengths:
         """Memory for such a table."""
         return torch.empty(self.slots(block, of_keys) * ENTRY.value, dtype=torch.int32, device=self.device)
 
-    def clear(self, heads: int, head_dim: int, of_keys: bool = False, has_lse: bool = False) -> PreparedLaunch:
-        """Launch (cu_seqlens_q, cu_seqlens_k, contiguous rows [total, H, D], lse) that writes rows which see nothing."""
+    def clear(
+        self, heads: int, head_dim: int, of_keys: bool = False, has_lse: bool = False, has_sinks: bool = False
+    ) -> PreparedLaunch:
+        """Launch (cu_seqlens_q, cu_seqlens_k, contiguous rows [total, H, D], lse), with a tuple of the sinks or (), that writes rows which
+        see nothing."""
         total = self.total_k if of_keys else self.total_q
         scalars = (
             heads * head_dim, head_dim, *self._numbers, heads, head_dim,
-            max(16, 1 << (head_dim - 1).bit_length()), of_keys, has_lse, *self._flags,
+            max(16, 1 << (head_dim - 1).bit_length()), of_keys, has_lse, has_sinks, *self._flags,
         )  # fmt: skip
         return PreparedLaunch(clear_unseen_kernel, -(-total // ROWS.value) * heads, scalars, 4, 2)
 
 
 def packed_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, low: int | None, high: int | None, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    low: int | None,
+    high: int | None,
+    options: Options,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """out [1, total, Hq, Dv] and lse [1, Hq, total]; q, k, v as TMA can address them. Rows behind the last sequence: 0 and -inf."""
+    """out [1, total, Hq, Dv] and lse [1, Hq, total]; q, k, v as TMA can address them. Rows behind the last sequence: 0 and -inf.
+
+    `sinks` are those of `options` in fp32, contiguous.
+    """
     _, total, heads, _ = q.shape
     out = torch.empty((1, total, heads, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((1, heads, total), dtype=torch.float32, device=q.device)
     cu_q, cu_k = options.cu_seqlens_q, options.cu_seqlens_k
     assert cu_q is not None
     assert cu_k is not None
-    if lse.numel() == 0 or k.numel() == 0 or cu_q.shape[0] == 1:
+    if lse.numel() == 0 or cu_q.shape[0] == 1:
         return out.zero_(), lse.fill_(-torch.inf)
     key = ("forward", *_facts((q, k, v), scale, low, high, options))
     prepared = _launches.get(key)
@@ -97,8 +113,9 @@ def packed_forward(
     device_index = q.get_device()
     with current_device(q):
         tiles((cu_q, cu_k, table), device_index)
-        clear((cu_q, cu_k, out, lse), device_index)
-        launch((q, k, v, out), (lse, table, q, k, v, None), device_index)
+        clear((cu_q, cu_k, out, lse), device_index, _NO_SINKS if sinks is None else ((sinks,),))
+        if k.shape[1]:
+            launch((q, k, v, out), (lse, table, q, k, v, sinks), device_index)
     return out, lse
 
 
@@ -112,7 +129,7 @@ def packed_backward(
     assert cu_q is not None
     assert cu_k is not None
     if q.numel() == 0 or k.numel() == 0 or cu_q.shape[0] == 1:
-        return d_q.zero_(), d_k.zero_(), d_v.zero_(), NO_GRADIENTS
+        return d_q.zero_(), d_k.zero_(), d_v.zero_(), _of_sinks_alone(d_lse, cu_q, options)
     facts = _facts((q, k, v, out, d_out), scale, low, high, options)
     key = ("backward", *facts, d_lse is None, deterministic)
     prepared = _launches.get(key)
@@ -130,8 +147,9 @@ def packed_backward(
     with current_device(q):
         tables[0]((cu_q, cu_k, key_table), device_index)
         tables[1]((cu_q, cu_k, query_table), device_index)
+        unseen = torch.zeros_like(lse) if options.sinks is not None else lse  # lse: an address that is not looked at
         for launch, gradient in zip(clears, (d_q, d_k, d_v), strict=True):
-            launch((cu_q, cu_k, gradient, lse), device_index)  # lse: an address that is not looked at
+            launch((cu_q, cu_k, gradient, unseen), device_index, _NO_SINKS)
         prepare((out, d_out, lse, stats if d_lse is None else d_lse, stats, acc), device_index, ((query_table,),))
         main((q, k, v, d_out, stats, acc, d_k, d_v), (acc, key_table), device_index)
         if queries is not None:
@@ -139,7 +157,18 @@ def packed_backward(
             tables[2]((cu_q, cu_k, own_table), device_index)
             queries((q, k, v, d_out), (stats, acc, own_table), device_index)
         finish((acc, d_q, stats, q, k, v, d_out), device_index, ((query_table,),))
-    return d_q, d_k, d_v, NO_GRADIENTS
+    if options.sinks is None:
+        return d_q, d_k, d_v, NO_GRADIENTS
+    # Of rows that see the sink alone d_lse goes to it whole; those behind the last sequence do not even see the sink.
+    alone = None if d_lse is None else torch.where((unseen == 0) | (lse == -torch.inf), 0.0, d_lse)
+    return d_q, d_k, d_v, sink_gradient(options, alone, stats, 1)
+
+
+def _of_sinks_alone(d_lse: Tensor | None, cu_q: Tensor, options: Options) -> OptionGradients:
+    """Where there are no keys at all: every query of a sequence sees the sink alone."""
+    if d_lse is not None and options.sinks is not None:
+        d_lse = torch.where(torch.arange(d_lse.shape[2], device=d_lse.device) < cu_q[-1], d_lse, 0.0)
+    return sink_gradient(options, d_lse, None, 1)
 
 
 def _facts(tensors: tuple[Tensor, ...], scale: float, low: int | None, high: int | None, options: Options) -> Any:
@@ -148,7 +177,7 @@ def _facts(tensors: tuple[Tensor, ...], scale: float, low: int | None, high: int
     assert cu_q is not None
     return (
         *((tensor.shape, tensor.stride()) for tensor in tensors), tensors[0].dtype, tensors[0].device, scale, low, high,
-        options.softcap, options.top_left, cu_q.shape[0],
+        options.softcap, options.sinks is None, options.top_left, cu_q.shape[0],
     )  # fmt: skip
 
 
@@ -173,7 +202,7 @@ def _prepare_forward(
     )  # fmt: skip
     launch = PreparedDescriptorLaunch(call.kernel, slots * heads, described, scalars, call.constants)
     tiles = lengths.tiles(block_m, block_m, backwards=True)
-    return lengths, block_m, tiles, lengths.clear(heads, head_dim_v, has_lse=True), launch
+    return lengths, block_m, tiles, lengths.clear(heads, head_dim_v, has_lse=True, has_sinks=on.sinks), launch
 
 
 def _prepare_backward(
@@ -229,7 +258,7 @@ def _prepare_backward(
         PreparedLaunch(finish_kernel, heads * slots, after, 4, 2),
     )  # fmt: skip
     clears = (
-        lengths.clear(heads, head_dim), lengths.clear(kv_heads, head_dim, of_keys=True),
+        lengths.clear(heads, head_dim, has_lse=on.sinks), lengths.clear(kv_heads, head_dim, of_keys=True),
         lengths.clear(kv_heads, head_dim_v, of_keys=True),
     )  # fmt: skip
     return lengths, (keys, block_m, block_m_queries), tables, clears, launches, stats_shape, acc_shape

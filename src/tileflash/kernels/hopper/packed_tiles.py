@@ -112,12 +112,12 @@ def packed_tiles_kernel(
 
 @triton.jit(do_not_specialize=["sequences", "steps", "total_q", "total_k", "low", "high", "heads", "D"])
 def clear_unseen_kernel(
-    cu_q_ptr, cu_k_ptr, rows_ptr, lse_ptr, stride_rs, stride_rh, sequences, steps, total_q, total_k, low, high, heads, D,
-    BLOCK_D: tl.constexpr, OF_KEYS: tl.constexpr, HAS_LSE: tl.constexpr,
+    cu_q_ptr, cu_k_ptr, rows_ptr, lse_ptr, sinks, stride_rs, stride_rh, sequences, steps, total_q, total_k, low, high, heads, D,
+    BLOCK_D: tl.constexpr, OF_KEYS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """0 in the rows of [total, H, D] that see nothing (OF_KEYS: that nobody sees) or lie behind the last sequence, and -inf in their lse
-    [H, total]."""
+    """0 in the rows of [total, H, D] that see nothing (OF_KEYS: that nobody sees) or lie behind the last sequence, and in their lse
+    [H, total] -inf, or with `sinks`, a pointer to [H] fp32, the sink for those that see nothing else."""
     head = tl.program_id(0) % heads
     i_rows = tl.program_id(0) // heads * ROWS + tl.arange(0, ROWS)
     cu_own_ptr = cu_q_ptr
@@ -150,6 +150,8 @@ def clear_unseen_kernel(
         zeros = tl.zeros([ROWS, BLOCK_D], rows_ptr.dtype.element_ty)
         tl.store(pointers, zeros, mask=unseen[:, None] & (i_columns < D)[None, :])
         if HAS_LSE:
-            tl.store(
-                lse_ptr + head.to(tl.int64) * total + i_rows, tl.full([ROWS], -float("inf"), tl.float32), mask=unseen
-            )
+            lse = tl.full([ROWS], -float("inf"), tl.float32)
+            if HAS_SINKS:
+                (sinks_ptr,) = sinks
+                lse = tl.where(sequence == sequences, lse, tl.load(sinks_ptr + head))
+            tl.store(lse_ptr + head.to(tl.int64) * total + i_rows, lse, mask=unseen)
