@@ -62,15 +62,34 @@ def test_it_refuses_other_gpus_and_head_dimensions_that_tma_cannot_address(monke
     assert problem_on(monkeypatch, (9, 0)) == []
 
 
-def test_it_refuses_options_and_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_refuses_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper, "device_capability", lambda device: (9, 0))
     q, k, v = Case(20, 20, 64, dtype=BF16).draw("cpu")
     options = Options(softcap=3.0, sinks=torch.zeros(2))
-    problem = make_problem(q, k, v, True, (None, None), None, False, options, deterministic=True)
+    problem = make_problem(q, k, v, True, (None, None), None, False, options)
     object.__setattr__(problem, "device", torch.device("cuda", 0))
-    expected = ["does not have sinks", "does not have soft cap", "its backward is not deterministic"]
-    assert BACKEND.reasons(problem) == expected
+    assert BACKEND.reasons(problem) == ["does not have sinks", "does not have soft cap"]
+
+
+def test_determinism_is_served_by_other_kernels_and_not_under_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (t.requires_grad_() for t in Case(600, 600, 80, dtype=BF16).draw("cpu"))
+    plain, same_bits, no_gradient = (
+        make_problem(*tensors, True, (None, None), None, False, deterministic=deterministic)
+        for tensors, deterministic in (
+            ((q, k, v), False),
+            ((q, k, v), True),
+            ((q.detach(), k.detach(), v.detach()), True),
+        )
+    )
+    assert BACKEND.serving(plain) is BACKEND.serving(no_gradient) is BACKEND
+    assert BACKEND.serving(same_bits).kernels == "hopper deterministic"
+    assert BACKEND.stands_back(plain) is None
+    assert "deterministic" in (BACKEND.stands_back(same_bits) or "")
+    assert len(BACKEND.plan(same_bits)) == 5
+    assert "dQ in fp32, 128 queries against tiles of 64 keys" in BACKEND.plan(same_bits)[3]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert BACKEND.serving(plain).kernels == "hopper deterministic"
 
 
 def test_its_plan_names_what_is_launched() -> None:
@@ -261,6 +280,45 @@ def test_many_backward_passes_agree(d: int, causal: bool) -> None:
         torch.testing.assert_close(again[0], first[0], rtol=2e-2, atol=2e-3)
         assert torch.equal(again[1], first[1])
         assert torch.equal(again[2], first[2])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_odd_shapes_with_deterministic_gradients(
+    case: Case, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that `test_odd_shapes` looks at, by the kernels that make d_q alone."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check(case, "hopper", "cuda", with_lse=True)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(("causal", "kv_heads"), [(False, 8), (True, 8), (True, 2)])
+def test_deterministic_gradients_are_equal_bit_for_bit(d: int, causal: bool, kv_heads: int) -> None:
+    leaves = [normal(2, 1000, heads, d).requires_grad_() for heads in (8, kv_heads, kv_heads)]
+    d_out = normal(2, 1000, 8, d)
+    plain = torch.autograd.grad(tileflash.attention(*leaves, causal=causal, backend="hopper"), leaves, d_out)
+    out = tileflash.attention(*leaves, causal=causal, deterministic=True, backend="hopper")
+    first = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+    for ours, theirs in zip(first, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
+    for _ in range(100):
+        again = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_what_is_hidden_may_be_anything_with_deterministic_gradients(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    problem = Problem(
+        sq=300, sk=330, d=d, dv=d, heads=2, kv_heads=1, batch=2, causal=True, dtype=BF16, poison="hidden-nan", seed=d
+    )
+    assert examine(problem, "hopper", "cuda") == []
 
 
 @pytest.mark.gpu

@@ -37,7 +37,6 @@ class HopperBackend(KernelBackend):
     max_head_dim = 256
     head_dim_multiple = 8
     positive_scale = True
-    deterministic = False  # d_q is summed by atomic additions; `_DeterministicHopper` is not declared yet
     min_capability = (9, 0)
 
     def __init__(self) -> None:
@@ -68,6 +67,8 @@ class HopperBackend(KernelBackend):
     def stands_back(self, problem: AttentionProblem) -> str | None:
         if min(problem.query_length, problem.key_length) < FASTER_FROM_ROWS:
             return f"with fewer than {FASTER_FROM_ROWS} queries or keys its kernels take longer to start than they save"
+        if _wants_determinism(problem):
+            return "its deterministic backward has not been measured against the portable kernels yet"
         return None
 
     def plan(self, problem: AttentionProblem) -> list[str]:
