@@ -66,10 +66,17 @@ def test_it_refuses_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper, "device_capability", lambda device: (9, 0))
     q, k, v = Case(20, 20, 64, dtype=BF16).draw("cpu")
-    options = Options(softcap=3.0, sinks=torch.zeros(2))
+    options = Options(softcap=3.0, sinks=torch.zeros(2), alibi_slopes=torch.zeros(2), bias=torch.zeros(1, 1, 20, 20))
     problem = make_problem(q, k, v, True, (None, None), None, False, options)
     object.__setattr__(problem, "device", torch.device("cuda", 0))
-    assert BACKEND.reasons(problem) == ["does not have sinks", "does not have soft cap"]
+    assert BACKEND.reasons(problem) == ["does not have ALiBi", "does not have bias"]
+
+
+def test_options_are_served_and_not_under_auto() -> None:
+    q, k, v = Case(600, 600, 64, dtype=BF16).draw("cpu")
+    problem = make_problem(q, k, v, True, (None, None), None, False, Options(softcap=3.0, sinks=torch.zeros(2)))
+    assert BACKEND.features >= problem.features == {"sinks", "soft cap"}
+    assert "sinks, soft cap" in (BACKEND.stands_back(problem) or "")
 
 
 def test_determinism_is_served_by_other_kernels_and_not_under_auto(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +315,69 @@ def test_deterministic_gradients_are_equal_bit_for_bit(d: int, causal: bool, kv_
     for _ in range(100):
         again = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [("softcap",), ("sinks",), ("softcap", "sinks")], ids="+".join)
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize(("sq", "sk", "causal", "window"), [
+    (300, 300, True, (None, None)), (256, 384, False, (None, None)), (150, 700, True, (None, None)),
+    (700, 150, True, (None, None)), (500, 520, False, (70, 40)),
+])  # fmt: skip
+def test_options(
+    options: tuple[str, ...], d: int, sq: int, sk: int, causal: bool, window: tuple[int | None, int | None], deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch, poisoned_memory: None,
+) -> None:  # fmt: skip
+    """Among them queries that see no key: their log-sum-exp is the sink."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    problem = Problem(
+        options=options, sq=sq, sk=sk, d=d, dv=64 if d == 80 else d, heads=4, kv_heads=2, batch=2, causal=causal, window=window,
+        dtype=BF16 if sq % 3 else FP16, seed=d,
+    )  # fmt: skip
+    assert examine(problem, "hopper", "cuda") == []
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("poison", ["hidden-nan", "hidden-inf", "unseen-nan"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_what_is_hidden_may_be_anything_with_options(poison: str, d: int) -> None:
+    problem = Problem(
+        options=("softcap", "sinks"), sq=300, sk=300, d=d, dv=d, heads=2, kv_heads=1, batch=2, causal=True, dtype=BF16,
+        poison=poison, seed=d,
+    )  # fmt: skip
+    assert examine(problem, "hopper", "cuda") == []
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("softcap", [1e-3, 5.0, 50.0, 1e6])
+def test_soft_caps_small_and_large(softcap: float) -> None:
+    """A large cap multiplies what is lost of tanh near 0; a small one puts nearly all logits where its derivative vanishes."""
+    q, k, v = (normal(1, 300, 2, 128).requires_grad_() for _ in range(3))
+    for backend in ("hopper", "triton"):
+        out, lse = tileflash.attention(q, k, v, causal=True, softcap=softcap, return_lse=True, backend=backend)
+        grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))
+        if backend == "hopper":
+            ours = (out, lse, *grads)
+    for mine, theirs in zip(ours, (out, lse, *grads), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("sink", [-500.0, 0.0, 500.0])
+def test_sinks_far_from_the_logits(sink: float) -> None:
+    q, k, v = (normal(1, 200, 2, 64).requires_grad_() for _ in range(3))
+    sinks = torch.full((2,), sink, device="cuda", requires_grad=True)
+    runs = []
+    for backend in ("hopper", "triton"):
+        out, lse = tileflash.attention(q, k, v, causal=True, sinks=sinks, return_lse=True, backend=backend)
+        runs.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v, sinks))))
+    for mine, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

@@ -61,11 +61,21 @@ def test_each_pair(pair: tuple[str, str], name: str, device: str, poisoned_memor
     serve_or_refuse(replace(PAIR_SHAPES[seed % len(PAIR_SHAPES)], options=pair, seed=seed), name, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [(), ("softcap",), ("sinks",), ("softcap", "sinks")], ids="+".join)
+def test_what_hopper_has_in_every_shape(
+    options: tuple[str, ...], dtype: torch.dtype, shape: str, poisoned_memory: None
+) -> None:
+    serve_or_refuse(replace(SHAPES[shape], options=options, dtype=dtype, seed=7), "hopper", "cuda")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_in_half_precision(option: str, dtype: torch.dtype, device: str, poisoned_memory: None) -> None:
     shape = list(SHAPES.values())[OPTIONS.index(option) % len(SHAPES)]
-    for name in ("triton", "tiled"):
+    for name in ("triton", "hopper", "tiled"):
         serve_or_refuse(replace(shape, options=(option,), dtype=dtype, seed=5), name, device)
 
 

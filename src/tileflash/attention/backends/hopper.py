@@ -37,6 +37,7 @@ class HopperBackend(KernelBackend):
     max_head_dim = 256
     head_dim_multiple = 8
     positive_scale = True
+    features = frozenset({"sinks", "soft cap"})
     min_capability = (9, 0)
 
     def __init__(self) -> None:
@@ -67,6 +68,8 @@ class HopperBackend(KernelBackend):
     def stands_back(self, problem: AttentionProblem) -> str | None:
         if min(problem.query_length, problem.key_length) < FASTER_FROM_ROWS:
             return f"with fewer than {FASTER_FROM_ROWS} queries or keys its kernels take longer to start than they save"
+        if problem.features:
+            return f"with {', '.join(sorted(problem.features))} its kernels have not been measured against the portable ones yet"
         if _wants_determinism(problem):
             return "its deterministic backward has not been measured against the portable kernels yet"
         return None
@@ -75,7 +78,13 @@ class HopperBackend(KernelBackend):
         from tileflash.kernels.hopper.configurations import describe
 
         widest = max(problem.head_dim, problem.head_dim_v)
-        return describe(widest, problem.band.is_full, problem.needs_grad, _wants_determinism(problem))
+        return describe(
+            widest,
+            problem.band.is_full,
+            problem.needs_grad,
+            _wants_determinism(problem),
+            "soft cap" in problem.features,
+        )
 
 
 class _DeterministicHopper(HopperBackend):

@@ -130,7 +130,9 @@ def padded_backward(head_dim: int, soft_cap: bool) -> int:
     return max(128 if soft_cap else 0, padded_head_dim(head_dim))
 
 
-def describe(head_dim: int, full: bool, with_gradients: bool, deterministic: bool = False) -> list[str]:
+def describe(
+    head_dim: int, full: bool, with_gradients: bool, deterministic: bool = False, soft_cap: bool = False
+) -> list[str]:
     """What is launched for a head dimension, for people to read: a line a kernel. `full`: nothing is masked (and the keys fill tiles)."""
     padded = padded_head_dim(head_dim)
     forward = FORWARD[padded, not full]
@@ -139,6 +141,7 @@ def describe(head_dim: int, full: bool, with_gradients: bool, deterministic: boo
         f"{forward.warpgroups} consumer warpgroups and a producer warp, persistent programs"
     ]
     if with_gradients:
+        padded = padded_backward(head_dim, soft_cap)
         backward = BACKWARD[padded, not full]
         programs = "persistent programs" if backward.persistent else f"a program for {backward.keys} keys"
         if deterministic:
