@@ -37,7 +37,7 @@ class HopperBackend(KernelBackend):
     max_head_dim = 256
     head_dim_multiple = 8
     positive_scale = True
-    features = frozenset({"sinks", "soft cap"})
+    features = frozenset({"packed sequences", "sinks", "soft cap"})
     min_capability = (9, 0)
 
     def __init__(self) -> None:
@@ -84,6 +84,7 @@ class HopperBackend(KernelBackend):
             problem.needs_grad,
             _wants_determinism(problem),
             "soft cap" in problem.features,
+            "packed sequences" in problem.features,
         )
 
 

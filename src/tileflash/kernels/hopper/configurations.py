@@ -131,19 +131,28 @@ def padded_backward(head_dim: int, soft_cap: bool) -> int:
 
 
 def describe(
-    head_dim: int, full: bool, with_gradients: bool, deterministic: bool = False, soft_cap: bool = False
+    head_dim: int,
+    full: bool,
+    with_gradients: bool,
+    deterministic: bool = False,
+    soft_cap: bool = False,
+    packed: bool = False,
 ) -> list[str]:
     """What is launched for a head dimension, for people to read: a line a kernel. `full`: nothing is masked (and the keys fill tiles)."""
     padded = padded_head_dim(head_dim)
+    full = full and not packed  # the end of a sequence is masked
     forward = FORWARD[padded, not full]
-    lines = [
+    lines = ["tables of the sequences' tiles, and zeros in rows that see nothing"] if packed else []
+    programs = "a program a tile" if packed else "persistent programs"
+    lines += [
         f"forward: tiles of {forward.block_m} queries and {forward.block_n} keys, head dimension padded to {padded}, "
-        f"{forward.warpgroups} consumer warpgroups and a producer warp, persistent programs"
+        f"{forward.warpgroups} consumer warpgroups and a producer warp, {programs}"
     ]
     if with_gradients:
         padded = padded_backward(head_dim, soft_cap)
         backward = BACKWARD[padded, not full]
-        programs = "persistent programs" if backward.persistent else f"a program for {backward.keys} keys"
+        persistent = backward.persistent and not packed
+        programs = "persistent programs" if persistent else f"a program for {backward.keys} keys"
         if deterministic:
             queries = QUERIES[padded]
             lines += [
@@ -151,7 +160,7 @@ def describe(
                 f"backward, 2 of 4: dK and dV, {backward.keys} keys against tiles of {backward.block_m} queries, 2 consumer warpgroups "
                 f"and a producer warp, {programs}",
                 f"backward, 3 of 4: dQ in fp32, {queries.block_m} queries against tiles of {queries.block_n} keys, 2 consumer warpgroups "
-                "and a producer warp, persistent programs; no additions without an order",
+                f"and a producer warp, {'a program a tile' if packed else 'persistent programs'}; no additions without an order",
                 "backward, 4 of 4: dQ in its dtype",
             ]
             return lines
