@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from tileflash.kernels.hopper.launch import (
     forward_call,
 )
 
-OPTION_BANDS: dict[torch.dtype, tuple[Band, ...]] = {torch.bfloat16: ("full", "window"), torch.float16: ("high",)}
+OPTION_BANDS: dict[torch.dtype, Band] = {torch.bfloat16: "window", torch.float16: "high"}
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -73,11 +72,10 @@ def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCal
 
 
 def _with_options(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
-    """The same with a soft cap (and sinks, in the forward pass), and of packed sequences; in some of the bands, by dtype."""
+    """The same with a soft cap (and sinks, in the forward pass), and of packed sequences; one band for each dtype."""
     kinds = {"soft cap": KernelOptions(soft_cap=True, sinks=True), "packed": KernelOptions(packed=True)}
-    for (name, options), band in product(kinds.items(), OPTION_BANDS[dtype]):
-        if options.packed and band == "full":  # the end of a sequence is masked
-            continue
+    band = OPTION_BANDS[dtype]
+    for name, options in kinds.items():
         for head_dim in sorted({head_dim for head_dim, _ in FORWARD}):
             yield f"forward, {name}", head_dim, band, forward_call(head_dim, dtype, band, options)
         for head_dim in sorted({padded_backward(head_dim, options.soft_cap) for head_dim, _ in BACKWARD}):
