@@ -92,17 +92,17 @@ def finish_kernel(
     batch_head = tile // query_tiles
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
+    base = d_q_ptr + batch * stride_dqb + head * stride_dqh
     i_row = tile % query_tiles * BLOCK_M
     if PACKED:
         head = (tile // query_tiles).to(tl.int64)
         batch = head * 0
         i_row, q_begin, query_length, k_begin, key_length, low, high = packed_slot(packed, tile % query_tiles)
-        d_q_ptr += q_begin * stride_dqs
+        base = d_q_ptr + head * stride_dqh + q_begin * stride_dqs
         q_ptr += q_begin * stride_qs
         d_out_ptr += q_begin * stride_gs
         k_ptr += k_begin * stride_ks
         v_ptr += k_begin * stride_vs
-    base = d_q_ptr + batch * stride_dqb + head * stride_dqh
     COLUMNS: tl.constexpr = BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2  # of a piece
     lost = 0
     for piece in tl.static_range(2):
