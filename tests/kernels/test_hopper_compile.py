@@ -26,7 +26,7 @@ CAPPED_SPILL_LIMIT_BYTES = {
     ("forward", 64): 180, ("forward", 256): 640, ("backward", 128): 320, ("backward keys", 128): 400, ("backward queries", 128): 48,
     ("backward queries", 256): 96,
 }  # fmt: skip
-CAPPED_LOOP_SPILL_LIMIT = {("forward", 256): 8, ("backward", 128): 32, ("backward keys", 128): 48}
+CAPPED_LOOP_SPILL_LIMIT = {("forward", 256): 8, ("backward", 128): 56, ("backward keys", 128): 48}
 # Packed sequences: the bounds of a band differ from tile to tile.
 PACKED_SPILL_LIMIT_BYTES = {**SPILL_LIMIT_BYTES, ("forward", 64): 240, ("forward", 256): 280}
 PACKED_LOOP_SPILL_LIMIT = {("backward", 64): 24}
