@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 help:
 	@echo "make demo      train GPT-2 and LLaMA-3 (tiny) with and without --flash on real text, and write a report"
 	@echo "make test      the tests (no GPU needed; GPU tests are skipped with the reason where there is none)"
-	@echo "make check     linter, formatter, type checker"
+	@echo "make check     linter, formatter, type checker, and whether the documents' tables are the ledger's"
 	@echo "make gpu-test  the GPU tests, with this machine's own python3 and its packages (no network);"
 	@echo "               with pytest-xdist: make gpu-test PYTEST_ARGS='-n 12' compiles the kernels side by side"
 	@echo "make format    let ruff rewrite what it can"
@@ -39,6 +39,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/tileflash report --write README.md --write README.zh-CN.md --write docs/performance.md --check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

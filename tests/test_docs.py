@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from tileflash.bench.ledger import read
-from tileflash.bench.tables import fill, language_of
+from tileflash.bench.tables import BLOCKS, fill, language_of
 from tileflash.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +96,22 @@ def test_the_readmes_show_commands_and_the_tables_of_the_ledger(page: Path) -> N
     assert shown >= {"train", "compare", "data", "bench", "report", "weights"}
     _, stale = fill(text, read(ROOT / "benchmarks" / "results"), language_of(page), page.name)
     assert stale == [], f"run: tileflash report --write {page.name}"
+
+
+def test_the_page_of_figures_has_every_table_of_the_ledger() -> None:
+    page = ROOT / "docs" / "performance.md"
+    text = page.read_text(encoding="utf-8")
+    assert set(re.findall(r"tileflash:table (\S+)", text)) == set(BLOCKS)
+    assert fill(text, read(ROOT / "benchmarks" / "results"), "en", page.name)[1] == [], (
+        f"run: tileflash report --write {page}"
+    )
+
+
+def test_checks_look_for_stale_tables() -> None:
+    (check,) = re.findall(r"tileflash report (.*--check)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    for page in PAGES:
+        if "<!-- tileflash:table " in page.read_text(encoding="utf-8") and page.name != "benchmarks.md":
+            assert f"--write {page.relative_to(ROOT)}" in check
 
 
 def test_both_readmes_show_the_same_commands() -> None:

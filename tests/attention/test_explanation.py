@@ -11,6 +11,7 @@ import torch
 import tileflash
 from support.exactness import Case
 from tileflash.attention.backends import triton as triton_backend
+from tileflash.attention.dispatch import BACKENDS, choose, first_that_serves
 from tileflash.attention.explanation import backward_bytes, backward_flops, explain_problem, work_lines
 from tileflash.attention.problem import AttentionProblem
 from tileflash.attention.tiled import _bounds
@@ -102,6 +103,33 @@ def test_options_reach_the_plan_and_work_that_is_not_known_is_not_told(device: s
     masked = str(tileflash.explain(q, q, q, bias=bias.detach() > 0, backend="triton"))
     assert "FLOPs, bytes and their limit are not known: they depend on the contents of mask" in masked
     assert "FLOPs, at least" not in masked
+
+
+def test_a_backend_that_stands_back_is_taken_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `hopper` does for few rows. Named, or the only one that serves, it is taken all the same."""
+    q = torch.randn(1, 7, 2, 16, dtype=torch.float64)  # fp64: the interpreted `triton` does not serve
+    assert tileflash.explain(q, q, q).choice == "sdpa-cpu"
+    monkeypatch.setattr(type(BACKENDS["sdpa-cpu"]), "stands_back", lambda self, problem: "it is tired")
+    explanation = tileflash.explain(q, q, q)
+    assert explanation.choice == "tiled"
+    assert "sdpa-cpu        PyTorch's flash attention for the CPU: could serve, it is tired" in str(explanation)
+    assert choose(explanation.problem, "auto").name == "tiled"
+    assert choose(explanation.problem, "sdpa").name == "sdpa-math"
+    assert choose(explanation.problem, "sdpa-cpu").name == "sdpa-cpu"
+    assert first_that_serves(explanation.problem, ("triton", "sdpa-cpu", "sdpa-flash")).name == "sdpa-cpu"
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "stands_back"), [(512, 512, False), (511, 4096, True), (4096, 511, True), (0, 0, True), (4096, 512, False)]
+)  # fmt: skip
+def test_hopper_stands_back_where_its_kernels_start_longer_than_they_save(
+    queries: int, keys: int, stands_back: bool
+) -> None:
+    q, k = (torch.empty(1, rows, 2, 64, dtype=torch.bfloat16, device="meta") for rows in (queries, keys))
+    said = BACKENDS["hopper"].stands_back(tileflash.explain(q, k, k).problem)
+    assert (said is not None) == stands_back
+    if said is not None:
+        assert "fewer than 512" in said
 
 
 def test_to_explain_dropout_moves_no_generator(device: str) -> None:

@@ -130,6 +130,102 @@ def test_the_largest_logits_of_a_dtype(dtype: torch.dtype, backend: str, device:
     assert all(bool(grad.isfinite().all()) for grad in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)))
 
 
+def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The formula, for one head of width 16."""
+    weights = torch.softmax(torch.einsum("bihd,bjhd->bhij", q, k) / 4 + bias, 3)
+    return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize(
+    ("lowest", "dtype", "also"),
+    [
+        *((lowest, torch.float32, {}) for lowest in (-1e4, -1e9, -1e30, torch.finfo(torch.bfloat16).min)),
+        (torch.finfo(torch.float32).min, torch.bfloat16, {}),
+        *(
+            (torch.finfo(torch.float32).min, torch.float32, {name: 30.0})
+            for name in ("softcap", "alibi_slopes", "sinks")
+        ),
+    ],
+    ids=str,
+)
+def test_keys_hidden_by_the_lowest_number(
+    lowest: float, dtype: torch.dtype, also: dict[str, Any], backend: str, device: str
+) -> None:
+    """Transformers hides keys with finfo.min, others with -1e9. Rows of padding then see nothing but such keys: in base 2 the lowest
+    number is -inf, and all gradients were NaN. Rows that see a key get what -inf would give, and the padding is finite.
+    """
+    q, k, v = (normal(1, n, 1, 16, device=device, seed=n + i) for i, n in enumerate((36, 40, 40)))
+    options: dict[str, Any] = dict(also)
+    if "alibi_slopes" in also:
+        options["alibi_slopes"] = torch.tensor([0.3], device=device)
+    if "sinks" in also:
+        options["sinks"] = torch.tensor([0.2], device=device)
+    hidden = torch.zeros(36, 40, dtype=torch.bool, device=device)
+    hidden[:5], hidden[5:, 30:], hidden[20] = True, True, True
+    padding = hidden.all(1)
+    results = []
+    for own in (True, False):
+        width = dtype if own else torch.float64
+        leaves = [t.to(width).requires_grad_() for t in (q, k, v)]
+        given = {
+            name: value.to(torch.promote_types(width, torch.float32)) if isinstance(value, Tensor) else value
+            for name, value in options.items()
+        }
+        table = torch.zeros(36, 40, dtype=torch.float32 if own else torch.float64, device=device)
+        table = table.masked_fill(hidden, lowest if own else -torch.inf).requires_grad_()
+        out, lse = tileflash.attention(
+            *leaves, bias=table, **given, return_lse=True, backend=backend if own else "reference"
+        )
+        d_out = torch.ones_like(out).masked_fill(padding[None, :, None, None], 0.0)
+        results.append((out.detach(), lse.detach(), *torch.autograd.grad(out, [*leaves, table], d_out)))
+    (out, lse, *ours), (want, want_lse, *theirs) = results
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    rows = ~padding
+    torch.testing.assert_close(out[:, rows].double(), want[:, rows], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse[:, :, rows].double(), want_lse[:, :, rows], rtol=tolerance, atol=tolerance)
+    assert bool(out.isfinite().all() and lse.isfinite().all())
+    for name, one, other in zip(("d_q", "d_k", "d_v", "d_bias"), ours, theirs, strict=True):
+        torch.testing.assert_close(
+            one.double(), other, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("by", ["a bias that fp32 does not hold", "a sum"])
+def test_logits_that_overflow_to_minus_infinity(by: str, backend: str, device: str) -> None:
+    """Nothing is hidden there, and yet no weight is left: as where nothing is seen, out is 0, and no gradient NaN."""
+    q, k, v = (normal(1, n, 1, 16, device=device, seed=n + i) for i, n in enumerate((36, 40, 40)))
+    bias = torch.zeros(36, 40, device=device, dtype=torch.float64)
+    if by == "a sum":
+        q[:, 3, :, 0], k[..., 0] = -1e20, 1e18  # products of -1e38 / 4
+        bias[3] = torch.finfo(torch.float32).min
+        bias = bias.float()
+    else:
+        bias[3] = -1e300
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]
+    out, lse = tileflash.attention(*leaves[:3], bias=leaves[3], return_lse=True, backend=backend)
+    assert torch.equal(out[0, 3], torch.zeros_like(out[0, 3]))
+    assert lse[0, 0, 3] == -torch.inf
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert torch.equal(gradients[0][0, 3], torch.zeros_like(gradients[0][0, 3]))
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("whole", [2**23, -(2**23)])
+def test_a_large_bias_of_whole_numbers(whole: int, backend: str, device: str) -> None:
+    """Logits that fp32 holds exactly: their softmax is exact, for their maximum is taken off first, and not rounded in another base."""
+    bias = torch.randint(0, 4, (36, 40), generator=torch.Generator().manual_seed(1)).to(device) + float(whole)
+    q, k = (torch.zeros(1, n, 1, 16, device=device) for n in (36, 40))
+    v = normal(1, 40, 1, 16, device=device, seed=3)
+    out, lse = tileflash.attention(q, k, v, bias=bias, return_lse=True, backend=backend)
+    torch.testing.assert_close(
+        out.double(), _with_bias(q.double(), k.double(), v.double(), bias.double()), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(lse[0, 0].double(), torch.logsumexp(bias.double(), 1), rtol=1e-7, atol=0)
+
+
 def _strided(bias: Tensor, how: str) -> Tensor:
     """The same values in other strides."""
     if how == "odd":  # a row stride and a start that are no multiple of 8
@@ -191,3 +287,29 @@ def test_alibi_is_one_thing_in_every_path(backend: str, device: str) -> None:
         as_bias = tileflash.attention(q, k, v, bias=-slopes[:, None, None] * away, **options)
         torch.testing.assert_close(packed, plain[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(as_bias, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("entries", [0, 1, 3])
+def test_slopes_of_every_shape_have_their_gradient(entries: int, packed: bool, backend: str, device: str) -> None:
+    """[H], [1, H] and [B, H], of a batch or of packed sequences: one shape's gradient was dropped in silence."""
+    q, k, v = (normal(3, 10, 2, 16, device=device, seed=seed) for seed in range(3))
+    slopes = (torch.rand(max(1, entries), 2, generator=torch.Generator().manual_seed(1)) + 0.1).to(device)
+    slopes = slopes if entries else slopes[0]
+    own = slopes.clone().requires_grad_()
+    if packed:
+        cu = torch.tensor([0, 10, 20, 30], dtype=torch.int32, device=device)
+        rows = (t.flatten(0, 1) for t in (q, k, v))
+        out = tileflash.attention_varlen(*rows, cu, cu, alibi_slopes=own, backend=backend).view(3, 10, 2, 16)
+    else:
+        out = tileflash.attention(q, k, v, alibi_slopes=own, backend=backend)
+    places = torch.arange(10, device=device)
+    double = slopes.double().requires_grad_()
+    away = (places[:, None] - places).abs() * (double if entries else double[None])[:, :, None, None]
+    weights = torch.softmax(torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4 - away, 3)
+    want = torch.einsum("bhij,bjhd->bihd", weights, v.double())
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(out.square().sum(), own)
+    (expected,) = torch.autograd.grad(want.square().sum(), double)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-4)

@@ -130,7 +130,11 @@ def test_expanded_inputs_and_gradients_and_a_last_dimension_that_is_not_contiguo
 def test_zero_sizes(backend: str, shape: tuple[int, int, int, int], device: str, poisoned_memory: None) -> None:
     """flash-attention PR#2421: without keys the output is 0 and the gradients are 0, never what was in memory."""
     batch, sq, sk, heads = shape
-    kv_heads = max(1, heads)
+    for kv_heads in (heads, max(1, heads)):
+        check_zero_sizes(backend, batch, sq, sk, heads, kv_heads, device)
+
+
+def check_zero_sizes(backend: str, batch: int, sq: int, sk: int, heads: int, kv_heads: int, device: str) -> None:
     q = normal(batch, sq, heads, 16, device=device).requires_grad_()
     k, v = (normal(batch, sk, kv_heads, 16, device=device).requires_grad_() for _ in range(2))
     out, lse = tileflash.attention(q, k, v, return_lse=True, causal=True, backend=backend)

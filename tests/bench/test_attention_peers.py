@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tileflash.bench.attention_peers import FA3_LIBRARY, LOADERS
+from tileflash.bench.attention_peers import LOADERS
 from tileflash.bench.attention_variants import attempt, attention_variant
-from tileflash.bench.flags import UNSUPPORTED
+from tileflash.bench.flags import FAILED, UNSUPPORTED
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -30,10 +30,9 @@ def leaves() -> list[torch.Tensor]:
 def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface", "flash_attn_3", "flash_attn_3._C"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delenv(FA3_LIBRARY, raising=False)
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", LOADERS.keys() - {"flex"})
 @pytest.mark.usefixtures("without_packages")
 def test_a_peer_that_is_not_here_is_a_reason(name: str) -> None:
     trial = attempt(lambda: (attention_variant(name)(*leaves(), True),))
@@ -43,9 +42,21 @@ def test_a_peer_that_is_not_here_is_a_reason(name: str) -> None:
 
 
 @pytest.mark.usefixtures("without_packages")
-def test_a_library_that_is_no_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(FA3_LIBRARY, str(tmp_path / "fa3.so"))
-    assert str(tmp_path / "fa3.so") in attempt(lambda: (attention_variant("fa3")(*leaves(), True),)).reason
+def test_a_library_that_is_no_file_is_named(tmp_path: Path) -> None:
+    library = tmp_path / "fa3.so"
+    reason = attempt(lambda: (attention_variant("fa3", library)(*leaves(), True),)).reason
+    assert f"`--fa3-library` was {str(library)!r}, which is no file" in reason
+
+
+@pytest.mark.usefixtures("operators")
+def test_operators_from_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "fa3.so"
+    library.touch()
+    loaded: list[str] = []
+    monkeypatch.setitem(sys.modules, "flash_attn_3", None)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    assert attention_variant("fa3", library)(*leaves(), True).shape == (2, 20, 3, 16)
+    assert loaded == [str(library)]
 
 
 @pytest.mark.parametrize(("name", "module", "with_lse"), [
@@ -99,7 +110,6 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     package = ModuleType("flash_attn_3")
     monkeypatch.setitem(sys.modules, "flash_attn_3", package)
     monkeypatch.setitem(sys.modules, "flash_attn_3._C", ModuleType("flash_attn_3._C"))
-    monkeypatch.delenv(FA3_LIBRARY, raising=False)
     yield
     library._destroy()
 
@@ -114,3 +124,49 @@ def test_flash_attention_3_forward_and_backward(causal: bool) -> None:
     assert torch.equal(out, expected)
     for a, b in zip(torch.autograd.grad(out, ours, d_out), torch.autograd.grad(expected, theirs, d_out), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, which takes a compiler less and gives the same."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: made.append(options) or function)
+    flex = attention_variant("flex")
+    for _ in range(2):
+        q, k, v = (leaf.detach() for leaf in leaves())  # on a CPU it has no backward pass
+        torch.testing.assert_close(flex(q, k, v, causal), exact(q, k, v, causal))
+    ours = [options for options in made if "dynamic" in options]  # uncompiled, it compiles a part by itself
+    assert ours == [{"dynamic": False, "fullgraph": True}]  # once, and never in pieces
+
+
+def test_flex_attention_that_is_no_longer_compiled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's silent fallback, made loud: what runs inside sees the setting that turns it into an error."""
+    from torch._dynamo import config
+
+    def compiled(*_: Any, **__: Any) -> torch.Tensor:
+        assert config.fail_on_recompile_limit_hit
+        raise RuntimeError("Hard failure due to recompile_limit")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled)
+    trial = attempt(lambda: (attention_variant("flex")(*leaves(), True),))
+    assert (trial.flag, trial.reason) == (FAILED, "Hard failure due to recompile_limit")
+    assert not config.fail_on_recompile_limit_hit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attention_compiled_on_a_gpu(causal: bool) -> None:
+    for length in (128, 256, 384, 512, 640, 768, 896, 1024, 1152):  # more shapes than Dynamo recompiles for by default
+        results = []
+        for name in ("flex", "math"):
+            generator = torch.Generator("cuda").manual_seed(0)
+            q, k, v, d_out = (
+                torch.randn(1, length, 2, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+                for _ in range(4)
+            )
+            inputs = [t.requires_grad_() for t in (q, k, v)]
+            out = attention_variant(name)(q, k, v, causal)
+            results.append([out, *torch.autograd.grad(out, inputs, d_out)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=3e-2)

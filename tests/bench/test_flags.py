@@ -32,7 +32,7 @@ def test_a_training_figure_that_is_flagged_says_so_and_so_do_its_ratios() -> Non
     rows = block.splitlines()
     assert "¹" not in rows[2]
     assert rows[3] == (
-        "| gpt2 | 4 × 256 | 5 | 300.00 | 100.00 ¹ | 54,613 | 163,840 ¹ | 40,000 | 10,000 ¹ | 3.00x (2.45 – 3.67) ¹ | "
+        "| gpt2 | 4 × 256 | 5 | 300.00 | 100.00 ¹ | 3,413 | 10,240 ¹ | 40,000 | 10,000 ¹ | 3.00x (2.45 – 3.67) ¹ | "
         "75.0 % (69.4 – 79.5) ¹ |"
     )
     assert "¹" not in rows[4]

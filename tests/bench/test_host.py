@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,6 @@ SMALL = HostSuite(
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TILEFLASH_FA3_LIBRARY", raising=False)
-
-
 def test_every_variant_in_every_mode_and_a_reason_for_what_is_not_here() -> None:
     cells = measure_host(SMALL)
     assert [(cell.variant, cell.mode) for cell in cells] == [(v, m) for v in SMALL.variants for m in MODES]
@@ -50,14 +46,21 @@ def test_a_measurement_is_the_time_of_all_calls_over_their_number(monkeypatch: p
     clock, waits = [0.0], []
     prices = {"tileflash-auto": 2e-6, "math": 7e-6}
 
-    def variant(name: str) -> Any:
+    def variant(name: str, *_: object) -> Any:
+        @contextmanager
+        def hold() -> Any:  # entered and left at a price that no call has
+            clock[0] += 0.5
+            yield
+            clock[0] += 0.5
+
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
             clock[0] += prices[name] + (1e-6 if torch.is_grad_enabled() else 0.0)
             return q + k + v
 
-        return run
+        return hold, run
 
-    monkeypatch.setattr(host, "attention_variant", variant)
+    monkeypatch.setattr(host, "held_variant", variant)
+    monkeypatch.setattr(host, "attention_variant", lambda name: None)
     monkeypatch.setattr(host, "_wait", lambda device: waits.append(clock.__setitem__(0, clock[0] + 1.0)))
     suite = replace(SMALL, variants=tuple(prices))
     cells = {(cell.variant, cell.mode): cell.time_us for cell in measure_host(suite, lambda: clock[0])}
@@ -103,6 +106,8 @@ def test_the_command(tmp_path: Path) -> None:
         "16",
         "--calls",
         "2",
+        "--largest-spread",
+        "1e6",
     ]
     result = CliRunner().invoke(app, ["bench", "host", *arguments, "--rounds", "2", "--output", str(ledger)])
     assert result.exit_code == 0, result.output
@@ -120,7 +125,7 @@ def test_a_variant_that_has_no_backward_says_why(monkeypatch: pytest.MonkeyPatch
             raise NotImplementedError("no gradients here")
         return q
 
-    monkeypatch.setattr(host, "attention_variant", lambda name: only_forward)
+    monkeypatch.setattr(host, "held_variant", lambda name, *_: (nullcontext, only_forward))
     arguments = ["--device", "cpu", "--variants", "math", "--calls", "1", "--rounds", "1"]
     result = CliRunner().invoke(app, ["bench", "host", *arguments])
     assert result.stdout.count("math: no gradients here") == 1

@@ -34,11 +34,6 @@ ARGUMENTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _no_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TILEFLASH_FA3_LIBRARY", raising=False)
-
-
 def test_counted_by_hand() -> None:
     counted = count_bytes(MemorySuite(batch=8, heads=32, head_dim=64, dtype="bfloat16", device="cpu"), 8192)
     assert counted.matrix == 32 * 2**30  # 8 * 32 * 8192^2 * 2
@@ -60,7 +55,7 @@ def test_all_lengths_variants_and_passes() -> None:
 
 
 def test_a_variant_without_memory_is_a_flag_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "attention_variant", lambda name: name)
+    monkeypatch.setattr(memory, "attention_variant", lambda name, *_: name)
 
     def run_counted(suite: MemorySuite, function: Any, length: int, which: str) -> int:
         if function == "math" and length == 32:
@@ -122,7 +117,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda *arguments, value=value: value)
     broken = CliRunner().invoke(app, [*ARGUMENTS, "--variants", "math"])
     assert broken.exit_code == 1
-    assert "error: math, forward, S=16: 1 bytes, less than " in broken.stderr
+    assert "less_than_needed: memory, math, forward batch=1 seq=16 " in broken.stderr
     assert CliRunner().invoke(app, [*ARGUMENTS, "--mask", "window"]).exit_code == 2
 
 
@@ -145,7 +140,7 @@ def test_where_nothing_is_measured_only_the_smallest_length_is_run(monkeypatch: 
         lengths.append(q.shape[1])
         return q + k + v
 
-    monkeypatch.setattr(memory, "attention_variant", lambda name: variant)
+    monkeypatch.setattr(memory, "attention_variant", lambda name, *_: variant)
     cells = list(measure_memory(replace(SMALL, variants=("math",))))
     assert set(lengths) == {16}
     assert [(cell.length, cell.flag, cell.peak_bytes) for cell in cells] == [

@@ -84,7 +84,7 @@ def test_train_rows() -> None:
         "peak MB, baseline | peak MB, flash | speed-up | memory saving |"
     )
     assert rows[2] == (
-        "| gpt2 | 4 × 64 | 5 | out of memory | 100.00 | out of memory | 163,840 | out of memory | 10,000 | – | – |"
+        "| gpt2 | 4 × 64 | 5 | out of memory | 100.00 | out of memory | 2,560 | out of memory | 10,000 | – | – |"
     )
     assert rows[3] == (
         "| gpt2 | 4 × 4096 | 5 | 300.00 | 100.00 | 54,613 | 163,840 | 40,000 | 10,000 | 3.00x (2.45 – 3.67) | "
@@ -190,7 +190,7 @@ def test_fill_replaces_blocks_and_nothing_else() -> None:
 
 
 def test_no_measurement_says_how_to_make_one() -> None:
-    for name in BLOCKS:
+    for name in BLOCKS.keys() - {"features"}:  # of no ledger
         assert "*No measurement yet. Make one: `tileflash " in render(name, [], "en")
 
 

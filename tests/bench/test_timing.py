@@ -18,6 +18,8 @@ from tileflash.bench.timing import CpuClock, TimingPlan, clock_for, compare, imp
 class FakeClock:
     """Calls take what `times` says, drifting upwards by `drift` with every measurement of the clock."""
 
+    is_asynchronous = True
+
     def __init__(self, times: dict[str, float], drift: float = 0.0) -> None:
         self.times, self.drift = times, drift
         self.log: list[tuple[str, int]] = []
@@ -35,6 +37,9 @@ class FakeClock:
 
     def issue_ms(self, call: Callable[[], object]) -> float:
         return self.times[str(call())] / 10
+
+    def wall_ms(self, call: Callable[[], object], calls: int) -> float:
+        return self.times[str(call())] * 1.1
 
 
 def _compare(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from support.clocks import SteadyClock
 from tileflash.bench import read
-from tileflash.bench.timing import CpuClock
 from tileflash.cli import app
 
 SMALL = [
@@ -22,15 +21,6 @@ def _run(*arguments: object) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, ["bench", "attention", *SMALL, *map(str, arguments)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
-
-
-class SteadyClock(CpuClock):
-    """Runs what it is to time and says a millisecond. On a machine that others use, true times of calls this small contradict each
-    other (a longer case takes less time), which the command rightly ends with status 1 for."""
-
-    def measure(self, call: Callable[[], object], calls: int) -> list[float]:
-        call()
-        return [1.0] * calls
 
 
 def test_tables_means_ledger_and_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

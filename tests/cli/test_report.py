@@ -59,6 +59,16 @@ def test_print(results: Path) -> None:
     assert "批大小" in _run("--results", results, "--language", "zh")[1]
 
 
+def test_audit(tmp_path: Path, results: Path) -> None:
+    assert _run("--results", results, "--audit") == (0, "nothing is wrong\n", "")
+    case = {"model": "gpt2", "batch": 4, "seq": 64, "dtype": "bfloat16"}
+    sitting = Sitting("r", "2026-12-01T09:30:00Z", "abc", "NVIDIA H200", {"torch": "2.11"})
+    append(results / "train.jsonl", [sitting.line("train", case, "flash", "tokens_per_s", Statistic(1e6, 1e6, 1e6, 3))])
+    status, _, error = _run("--results", results, "--audit")
+    assert status == 1
+    assert error.startswith("contradiction: train, flash, gpt2 batch=4 seq=64 bfloat16, tokens_per_s: 1,000,000, but ")
+
+
 def test_bad_input_is_one_line(tmp_path: Path, results: Path) -> None:
     (tmp_path / "bare.md").write_text("no block")
     (tmp_path / "bad.jsonl").write_text("{}\n")

@@ -66,6 +66,21 @@ def test_json_there_and_back() -> None:
         ('{"heads": 3}', "multiple of kv_heads"),
         ('{"layout": "odd"}', "layout must be one of"),
         ('{"sq": -1}', "must not be negative"),
+        ('{"d": "x"}', 'd must be a whole number, got "x"'),
+        ('{"batch": 1.5}', "batch must be a whole number, got 1.5"),
+        ('{"heads": true}', "heads must be a whole number, got true"),
+        ('{"spread": null}', "spread must be a number, got null"),
+        ('{"causal": "maybe"}', 'causal must be false, true, "top-left" or "bottom-right", got "maybe"'),
+        ('{"causal": 1}', "causal must be"),
+        ('{"window": [3]}', "window must be two bounds"),
+        ('{"window": [3, -1]}', "window must be two bounds"),
+        ('{"window": 3}', "window must be two bounds"),
+        ('{"lengths": [[3, 4], [5]]}', "lengths must be null or pairs"),
+        ('{"lengths": [[3, -4]]}', "lengths must be null or pairs"),
+        ('{"lengths": 3}', "lengths must be null or pairs"),
+        ('{"options": "sinks"}', "options must be a list of words"),
+        ('{"dtype": []}', "dtype must be a word"),
+        ('{"with_lse": "no"}', "with_lse must be true or false"),
     ],
 )
 def test_json_that_is_no_problem(text: str, words: str) -> None:
@@ -133,6 +148,9 @@ def test_problems_are_bent_to_what_all_backends_serve() -> None:
     limits = Limits.of(("hopper",))
     assert limits == Limits(("float16", "bfloat16"), frozenset({"sinks", "softcap"}), True, 256, 8)
     assert Limits.of(("triton", "tiled", "reference")) == ANYTHING
+    for name in ("sdpa-cpu", "sdpa-math", "sdpa-flash"):
+        with pytest.raises(ValueError, match=f"--backend {name}: fuzz draws windows"):
+            Limits.of(("tiled", name))
     assert Limits.of(("triton", "hopper")) == limits
     variants = make_variants(40, 3, "cuda", limits)
     for index in range(400):

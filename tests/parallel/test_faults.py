@@ -36,16 +36,6 @@ def arguments(tokens: Path, *more: object) -> list[object]:
     return [*model, "--input-bin", tokens, "--device", "cpu", "--sequence-length", 16, "--no-tensorboard", *more]
 
 
-def ends(processes: list[subprocess.Popen[str]], timeout_s: float = 60) -> list[tuple[int, str, str]]:
-    """(exit status, stdout, stderr) of each rank."""
-    try:
-        outputs = [process.communicate(timeout=timeout_s) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(processes, outputs, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("action", "status"),
     [
@@ -58,7 +48,8 @@ def test_the_others_end_when_a_rank_does(tokens: Path, tmp_path: Path, action: s
     given = arguments(
         tokens, "--data-parallel", 2, "--zero-stage", 2, "--output", tmp_path, "--num-iteration", 9, "--save-every", 1
     )
-    (first, told, error), (second, _, _) = ends(start_ranks(2, given, AT_STEP_3.format(action=action)))
+    ranks = start_ranks(2, given, tmp_path, AT_STEP_3.format(action=action))
+    (first, told, error), (second, _, _) = [rank.end(60) for rank in ranks]
     assert (first, second) == (1, status), error
     assert "error: rank 0: another rank has ended or has not answered" in error
     assert "step 2/9" in told
@@ -67,14 +58,15 @@ def test_the_others_end_when_a_rank_does(tokens: Path, tmp_path: Path, action: s
     assert (step, find_fault(last)) == (2, None)
 
 
-def test_a_rank_that_hangs_is_given_up(tokens: Path) -> None:
-    given = arguments(tokens, "--tensor-parallel", 2, "--rank-timeout", 4)
-    first, second = start_ranks(2, given, AT_STEP_3.format(action="time.sleep(600)"))
+@pytest.mark.parametrize("layout", ["--tensor-parallel", "--pipeline-parallel"])
+def test_a_rank_that_hangs_is_given_up(tokens: Path, tmp_path: Path, layout: str) -> None:
+    more = ["--total-batch-size", 4 * 16 * 2, "--model-override", "n_layer=2"] if "pipeline" in layout else []
+    given = arguments(tokens, layout, 2, "--rank-timeout", 4, *more)
+    first, second = start_ranks(2, given, tmp_path, AT_STEP_3.format(action="time.sleep(600)"))
     started = time.monotonic()
-    _, error = first.communicate(timeout=60)
-    second.kill()
-    second.communicate()
-    assert first.returncode == 1
+    status, _, error = first.end(60)
+    second.end(0)
+    assert status == 1, error
     assert "has not answered for 4 s" in error
     assert time.monotonic() - started < 60
 
@@ -82,7 +74,8 @@ def test_a_rank_that_hangs_is_given_up(tokens: Path) -> None:
 def test_a_signal_to_one_rank_ends_all_after_saving(tokens: Path, tmp_path: Path) -> None:
     action = "os.kill(os.getpid(), signal.SIGTERM)"
     given = arguments(tokens, "--tensor-parallel", 2, "--output", tmp_path, "--num-iteration", 10**6)
-    (first, told, error), (second, silent, _) = ends(start_ranks(2, given, AT_STEP_3.format(action=action)))
+    ranks = start_ranks(2, given, tmp_path, AT_STEP_3.format(action=action))
+    (first, told, error), (second, silent, _) = [rank.end(60) for rank in ranks]
     assert (first, second) == (130, 130), error
     assert "another rank was told to end: so do all" in told
     assert "interrupted at step 3/1000000" in told
@@ -116,27 +109,44 @@ def test_nan_on_one_rank_skips_the_step_on_all(tokens: Path, tmp_path: Path) -> 
     assert find_fault(checkpoints(tmp_path)[-1][1]) is None
 
 
-def test_by_torchrun_and_with_wrong_numbers(tokens: Path) -> None:
+# What torchrun starts twice: the first time rank 1 is killed at its third step.
+KILLED_ONCE = """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    {kill}
+from tileflash.cli import main
+main()
+"""
+
+
+def test_wrong_numbers_are_told_by_all(tokens: Path, tmp_path: Path) -> None:
+    for rank in start_ranks(2, arguments(tokens, "--data-parallel", 3), tmp_path):
+        status, _, error = rank.end(60)
+        assert status == 2
+        assert "data_parallel * tensor_parallel is 3 * 1 = 3: it must be the number of ranks, 2" in error
+
+
+def test_torchrun_restarts_what_was_killed(tokens: Path, tmp_path: Path) -> None:
+    script = tmp_path / "killed_once.py"
+    kill = AT_STEP_3.format(action="os.kill(os.getpid(), signal.SIGKILL)")
+    script.write_text(KILLED_ONCE.format(kill=kill.strip().replace("\n", "\n    ")))
     torchrun = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
-        "-m",
-        "tileflash",
+        2,
+        "--max-restarts",
+        1,
     ]
+    layout = ("--tensor-parallel", 2, "--sequence-parallel")
+    given = arguments(tokens, "--num-iteration", 4, *layout, "--output", tmp_path / "run", "--save-every", 1)
     environment = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": ""}
-
-    def run(*more: object) -> subprocess.CompletedProcess[str]:
-        command = [*torchrun, "train", *map(str, arguments(tokens, "--num-iteration", 2, *more))]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-
-    done = run("--tensor-parallel", 2, "--sequence-parallel")
+    command = [*map(str, [*torchrun, script, "train", *given])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert [line.endswith("DP=1, TP=2, SP=2, PP=1)") for line in lines] == [True, True]
-    wrong = run("--data-parallel", 3)
-    assert wrong.returncode == 1  # torchrun's own
-    assert "data_parallel * tensor_parallel is 3 * 1 = 3: it must be the number of ranks, 2" in wrong.stderr
+    assert [line[:8] for line in lines] == [f"step {step}/4" for step in (1, 2, 3, 4)]
+    assert all(line.endswith("DP=1, TP=2, SP=2, PP=1)") for line in lines)
+    assert "(step 2)" in done.stdout  # where it went on from, without --resume

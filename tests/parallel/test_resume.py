@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.ranks import config, last_tensors, run_ranks, steps
+from support.ranks import FLASH, config, run_ranks, steps, tensors_of
 from tileflash.train import TrainConfig, train
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -18,6 +18,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP 2, ZeRO 1": {"data_parallel": 2, "zero_stage": 1},
     "TP 2": {"tensor_parallel": 2},
     "DP 2, ZeRO 3": {"data_parallel": 2, "zero_stage": 3},
+    "PP 2": {"pipeline_parallel": 2},
+    "ring 2, ZeRO 2": {"context_parallel": 2, "zero_stage": 2, **FLASH},
 }
 STOP, LAST = 4, 8
 
@@ -62,6 +64,6 @@ def test_the_same_layout_goes_on_bit_for_bit(root: Path, layout: str) -> None:
     whole, rest = steps(root / f"{layout}, whole.jsonl"), steps(root / f"{layout} to {layout}.jsonl")
     for key in ("train_loss", "gradient_norm"):
         assert [event[key] for event in rest] == [event[key] for event in whole[STOP:]]
-    expected, tensors = last_tensors(root / f"{layout}, whole"), last_tensors(root / f"{layout} to {layout}")
+    expected, tensors = (tensors_of(root / f"{layout}{which}", step=LAST) for which in (", whole", f" to {layout}"))
     assert tensors.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []

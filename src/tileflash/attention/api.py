@@ -92,7 +92,7 @@ def attention(  # type: ignore[misc]  # the overloads are about return_lse alone
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_tensors(q, k, v)  # raises, naming the one that is none
-    q, k, v = _autocast(q, k, v)
+    q, k, v = to_autocast_dtype(q, k, v)
     plain = (
         bias is None and alibi_slopes is None and sinks is None and document_ids is None and prefix_lengths is None
         and dropout_p == 0 and softcap == 0 and not allow_tf32
@@ -168,14 +168,7 @@ def attention_varlen(  # type: ignore[misc]  # as above
     Raises:
         ValueError: as in `attention`.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 3:
-            got = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"{name} must be a tensor [total, heads, head dimension], got {got}")
-    if validate is None:
-        validate = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    packed_q, packed_k, packed_v = _autocast(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
-    check_tensors(packed_q, packed_k, packed_v)
+    packed_q, packed_k, packed_v = _one_entry(q, k, v)
     cu_seqlens, longest = check_cu_seqlens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
     options = make_options(
         packed_q, packed_k, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
@@ -183,18 +176,9 @@ def attention_varlen(  # type: ignore[misc]  # as above
         top_left=causal == "top-left", allow_tf32=allow_tf32, cu_seqlens=cu_seqlens, max_seqlens=longest,
     )  # fmt: skip
     result = _attend(
-        packed_q,
-        packed_k,
-        packed_v,
-        causal,
-        window,
-        scale,
-        return_lse,
-        backend,
-        options,
-        deterministic,
-        second_derivative,
-    )
+        packed_q, packed_k, packed_v, causal, window, scale, return_lse, backend, options, bool(deterministic),
+        bool(second_derivative),
+    )  # fmt: skip
     if isinstance(result, tuple):
         return result[0].squeeze(0), result[1].squeeze(0)
     return result.squeeze(0)
@@ -212,30 +196,51 @@ def explain(
     deterministic: bool = False,
     second_derivative: bool = False,
     backend: str = "auto",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    validate: bool | None = None,
     **options: Any,
 ) -> Explanation:
     """What `attention` would run for these arguments, how, and why each other backend would not; `print` the result.
 
-    Takes every argument of `attention`. Raises ValueError as it does, except that a problem nobody serves is explained.
+    Takes every argument of `attention`, and with `cu_seqlens_q` and `cu_seqlens_k` those of `attention_varlen`. Raises ValueError as
+    they do, except that a problem nobody serves is explained.
     """
-    check_tensors(q, k, v)
-    q, k, v = _autocast(q, k, v)
+    if unknown := sorted(set(options) - _EXPLAINED):
+        raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        packed = _one_entry(q, k, v)
+        cu_seqlens, longest = check_cu_seqlens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
+        options |= {"cu_seqlens": cu_seqlens, "max_seqlens": longest}
+        q, k, v = packed
+    else:
+        check_tensors(q, k, v)
+        q, k, v = to_autocast_dtype(q, k, v)
     if options.get("dropout_seed") is None:  # any seed: what is only explained must not move a generator
         options = {**options, "dropout_seed": 0, "generator": None}
     made = make_options(q, k, **options, top_left=causal == "top-left")
     problem = make_problem(
-        q,
-        k,
-        v,
-        causal,
-        window,
-        scale,
-        return_lse,
-        made,
-        deterministic=deterministic,
-        second_derivative=second_derivative,
-    )
+        q, k, v, causal, window, scale, return_lse, made, deterministic=deterministic, second_derivative=second_derivative
+    )  # fmt: skip
     return explain_problem(problem, backend)
+
+
+_EXPLAINED = {
+    "bias", "alibi_slopes", "softcap", "sinks", "dropout_p", "dropout_seed", "generator", "document_ids", "prefix_lengths", "allow_tf32",
+}  # fmt: skip
+
+
+def _one_entry(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed tensors [total, H, D] as one batch entry, checked, in autocast's dtype."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 3:
+            got = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{name} must be a tensor [total, heads, head dimension], got {got}")
+    packed = to_autocast_dtype(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
+    check_tensors(*packed)
+    return packed
 
 
 def _attend(
@@ -259,17 +264,8 @@ def _check(
     options: Options, deterministic: bool, second_derivative: bool,
 ) -> tuple[Backend, float, int | None, int | None]:  # fmt: skip
     problem = make_problem(
-        q,
-        k,
-        v,
-        causal,
-        window,
-        scale,
-        return_lse,
-        options,
-        deterministic=deterministic,
-        second_derivative=second_derivative,
-    )
+        q, k, v, causal, window, scale, return_lse, options, deterministic=deterministic, second_derivative=second_derivative
+    )  # fmt: skip
     return choose(problem, backend).serving(problem), problem.scale, problem.band.low, problem.band.high
 
 
@@ -303,7 +299,7 @@ def _look(options: Options) -> tuple[Any, ...]:
     return features_of(options), torch.is_grad_enabled() and options.requires_grad
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def to_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in autocast's dtype where it is on for their device, as it does for matrix products; fp64 stays as it is."""
     if not torch._C._is_any_autocast_enabled():
         return q, k, v

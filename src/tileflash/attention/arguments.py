@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from tileflash.kernels.options import PLAIN, Options
 
@@ -60,7 +61,7 @@ def make_options(
         cu_seqlens_k=None if cu_seqlens is None else cu_seqlens[1],
         max_seqlen_q=max_seqlens[0] or 0,
         max_seqlen_k=max_seqlens[1] or 0,
-        softcap=_softcap(softcap),
+        softcap=_softcap(softcap, q.dtype),
         dropout_p=float(dropout_p),
         top_left=top_left and (alibi_slopes is not None or cu_seqlens is not None),
         allow_tf32=allow_tf32 and q.dtype == torch.float32,
@@ -74,33 +75,40 @@ _TENSORS = Options._fields.index("max_seqlen_q")
 
 
 def check_cu_seqlens(
-    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None, max_seqlen_k: int | None,
-    validate: bool,
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
+    validate: bool | None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int | None, int | None]]:  # fmt: skip
-    """int32 cu_seqlens and upper bounds of the lengths (None: nobody said). `validate` looks into them, which waits for the GPU."""
+    """int32 cu_seqlens and upper bounds of the lengths (None: nobody said). `validate` looks into them, which waits for the GPU.
+
+    None: on a CPU, where nobody traces and they are no batch of vmap's.
+    """
+    if validate is None:
+        validate = q.device.type == "cpu" and not torch.compiler.is_compiling()
+        validate = validate and not any(
+            isinstance(x, Tensor) and is_batchedtensor(x) for x in (cu_seqlens_q, cu_seqlens_k)
+        )
     both = []
     for name, cu, rows in (("cu_seqlens_q", cu_seqlens_q, q.shape[0]), ("cu_seqlens_k", cu_seqlens_k, k.shape[0])):
         if not isinstance(cu, Tensor) or cu.dtype not in _INTEGERS or cu.dim() != 1 or cu.shape[0] < 1:
             raise ValueError(f"{name} must be an int32 tensor [sequences + 1], got {_describe(cu)}")
+        _check_dense(name, cu)
         if cu.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {cu.device}")
         if validate:
             _look_into(name, cu, rows)
-        both.append(cu.to(torch.int32).contiguous())
+        both.append(_as_int32(cu))
     if both[0].shape != both[1].shape:
         sizes = (both[0].shape[0], both[1].shape[0])
         raise ValueError(f"cu_seqlens_k must have as many entries as cu_seqlens_q, {sizes[0]}, got {sizes[1]}")
     longest: list[int | None] = []
-    for name, bound, cu, given in (
-        ("max_seqlen_q", max_seqlen_q, both[0], cu_seqlens_q), ("max_seqlen_k", max_seqlen_k, both[1], cu_seqlens_k),
-    ):  # fmt: skip
+    for name, bound, cu in (("max_seqlen_q", max_seqlen_q, both[0]), ("max_seqlen_k", max_seqlen_k, both[1])):
         if bound is None:
             longest.append(None)
             continue
         if isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt)) or bound < 0:
             raise ValueError(f"{name} must be an integer >= 0 or None, got {bound!r}")
         if validate and cu.shape[0] > 1 and int(cu.diff().max()) > bound:
-            raise ValueError(f"{name} is {bound}, and a sequence has {int(given.diff().max())}")
+            raise ValueError(f"{name} is {bound}, and a sequence has {int(cu.diff().max())}")
         longest.append(bound)
     return (both[0], both[1]), (longest[0], longest[1])
 
@@ -122,6 +130,7 @@ def _bias(bias: Tensor | None, shape: tuple[int | None, ...], device: torch.devi
         return None
     if not isinstance(bias, Tensor) or (bias.dtype != torch.bool and bias.dtype not in _FLOATS):
         raise ValueError(f"bias must be a bool or floating-point tensor, got {_describe(bias)}")
+    _check_dense("bias", bias)
     if bias.device != device:
         raise ValueError(f"bias must be on q's device {device}, got {bias.device}")
     if bias.dim() > 4:
@@ -149,6 +158,7 @@ def _float_tensor(
     if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS or tuple(tensor.shape) not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name} must be a floating-point tensor {wanted}, got {_describe(tensor)}")
+    _check_dense(name, tensor)
     if tensor.device != device:
         raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}")
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -169,9 +179,11 @@ def _documents(
             raise ValueError(
                 f"document_ids of the {name} must be an int32 tensor {list(wanted)}, got {_describe(tensor)}"
             )
+        _check_dense(f"document_ids of the {name}", tensor)
         if tensor.device != device:
             raise ValueError(f"document_ids of the {name} must be on q's device {device}, got {tensor.device}")
-        result.append(tensor.to(torch.int32).view(shape).contiguous())
+        # int64 numbers stay as they are: the lower 32 bits of two that differ may be the same.
+        result.append(tensor.reshape(shape).contiguous())
     return result[0], result[1]
 
 
@@ -180,14 +192,25 @@ def _prefix(lengths: Tensor | None, batch: int, device: torch.device) -> Tensor 
         return None
     if not isinstance(lengths, Tensor) or lengths.dtype not in _INTEGERS or tuple(lengths.shape) != (batch,):
         raise ValueError(f"prefix_lengths must be an int32 tensor [{batch}], got {_describe(lengths)}")
+    _check_dense("prefix_lengths", lengths)
     if lengths.device != device:
         raise ValueError(f"prefix_lengths must be on q's device {device}, got {lengths.device}")
-    return lengths.to(torch.int32).contiguous()
+    return _as_int32(lengths)
 
 
-def _softcap(softcap: float) -> float:
+def _as_int32(numbers: Tensor) -> Tensor:
+    """Those that do not fit become the nearest that do, and not others by losing their upper bits."""
+    if numbers.dtype == torch.int64:
+        numbers = numbers.clamp(-(2**31), 2**31 - 1)
+    return numbers.to(torch.int32).contiguous()
+
+
+def _softcap(softcap: float, dtype: torch.dtype) -> float:
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be a finite number >= 0 (0: none), got {softcap!r}")
+    limits = torch.finfo(torch.promote_types(dtype, torch.float32))
+    if softcap and not limits.tiny <= softcap <= limits.max:
+        raise ValueError(f"softcap must be 0 or from {limits.tiny:.3g} to {limits.max:.3g}, got {softcap!r}")
     return float(softcap)
 
 
@@ -203,7 +226,11 @@ def _rng(
     """int64 [2]: seed and offset."""
     if dropout_p == 0:
         return None
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator, got {type(generator).__name__}")
     if seed is None:
+        if generator is not None and generator.device.type != device.type:
+            raise ValueError(f"generator must be on q's device {device}, got {generator.device}")
         # Drawn where it is used: a captured draw gives a new seed at each replay, and nothing waits.
         return torch.randint(-(2**63), 2**63 - 1, (2,), device=device, generator=generator, dtype=torch.int64)
     if generator is not None:
@@ -218,6 +245,11 @@ def _rng(
             f"dropout_seed must be a 64-bit integer, a pair (seed, offset) or an int64 tensor [2], got {seed!r}"
         )
     return torch.tensor(pair, dtype=torch.int64, device=device)
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got layout {tensor.layout}")
 
 
 def _describe(value: Any) -> str:

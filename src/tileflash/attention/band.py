@@ -8,6 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+# Kernels count positions in 32 bits: no sequence is this long, and a bound that wide excludes nothing.
+_LONGEST = 2**30
+
 Causal = bool | Literal["top-left", "bottom-right"]
 
 
@@ -41,9 +44,9 @@ class Band:
     @staticmethod
     def packed(causal: Causal, window: tuple[int | None, int | None]) -> Band:
         """The band of each packed sequence, counted from where its query 0 stands (`shift` in `of`), for lengths are not known here."""
-        left, right = window
+        left, right = (None if bound is None or bound >= _LONGEST else bound for bound in window)
         if causal:
-            right = 0 if right is None else min(right, 0)
+            right = 0
         return Band(None if left is None else -left, right)
 
     @property

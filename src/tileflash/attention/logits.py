@@ -60,7 +60,7 @@ def distances(
 def kept_weights(options: Options, batch: int, heads: int, begin: int, end: int, key_length: int, first: int) -> Tensor:
     """bool [B, Hq, rows, Sk]: what dropout keeps; `first` is the number of the first sequence."""
     assert options.rng is not None
-    streams = torch.arange(first * heads, (first + batch) * heads)
+    streams = torch.arange(first * heads, (first + batch) * heads, device=options.rng.device)
     return kept(options.rng, options.dropout_p, streams, begin, end, key_length).unflatten(0, (batch, heads))
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.utils.flop_counter import register_flop_formula
 
 from tileflash.attention.band import Band
@@ -137,7 +138,8 @@ def _differentiate(
     d_q, d_k, d_v, *gradients = backward(d_out, d_lse, q, k, v, out, lse, *ctx.arguments, *options)
     if not options:
         return d_q, d_k, d_v, None, None, None, None
-    found = (None if gradient is None or option is None or gradient.shape != option.shape else gradient
+    # The operator says by an empty tensor that there is none. One of a wrong shape goes on, and is refused by autograd.
+    found = (None if gradient is None or option is None or (gradient.shape == (0,) != option.shape) else gradient
              for gradient, option in zip(gradients, options, strict=False))  # fmt: skip
     return d_q, d_k, d_v, None, None, None, None, *found, *(None for _ in options[len(OptionGradients._fields) :])
 
@@ -194,9 +196,10 @@ class _DirectAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
         # With create_graph=True the operator is needed: it is connected to its inputs, and refuses when the second
-        # derivative is taken.
+        # derivative is taken. So it is for gradients that only the dispatcher can read.
+        direct = not torch.is_grad_enabled() and _readable(d_out) and _readable(d_lse)
         operator = torch.ops.tileflash.attention_backward
-        return _differentiate(ctx, d_out, d_lse, operator if torch.is_grad_enabled() else _direct_backward)
+        return _differentiate(ctx, d_out, d_lse, _direct_backward if direct else operator)
 
 
 def _direct_backward(
@@ -270,7 +273,7 @@ def attend_with_kernels(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by the kernels registered under `name`, differentiable in q, k, v, bias, slopes and sinks through both."""
     fields: tuple[Any, ...] = () if options is PLAIN else options
-    if not _plain_eager(q, k, v):
+    if not (_plain_eager(q, k, v) and (options is PLAIN or _all_readable(options))):
         if _transformed(q, k, v, *options.differentiable):
             return _TransformedAttention.apply(q, k, v, scale, low, high, name, *fields)
         return torch.ops.tileflash.attention_forward(q, k, v, scale, low, high, name, *fields)
@@ -294,7 +297,22 @@ def _plain_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and not (q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor())
     )
+
+
+def _readable(tensor: Tensor | None) -> bool:
+    """Memory holds the values. It does not for lazily negated views (`x.conj().imag`), for the zeros that autograd makes without memory,
+    and for the batches of vmap; the dispatcher brings all of them to a form that kernels can read.
+    """
+    return tensor is None or not (
+        tensor.is_neg() or tensor._is_zerotensor() or is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor)
+    )
+
+
+def _all_readable(options: Options) -> bool:
+    return all(_readable(value) for value in options if isinstance(value, Tensor))
 
 
 def _transformed(*tensors: Tensor | None) -> bool:

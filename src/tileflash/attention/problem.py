@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -131,8 +130,14 @@ def make_problem(
     _, key_length, kv_heads, head_dim_v = v.shape
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= sys.float_info.max:
-        raise ValueError(f"scale must be a finite number or None (1 / sqrt(head dimension)), got {scale!r}")
+    else:
+        limits = torch.finfo(compute_dtype(q.dtype))
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= limits.max:
+            raise ValueError(
+                f"scale must be a finite number of {limits.dtype} or None (1 / sqrt(head dimension)), got {scale!r}"
+            )
+        if abs(scale) < limits.tiny:  # kernels would read a positive number, and multiply by 0
+            scale = 0.0
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or options.requires_grad
     )
@@ -170,7 +175,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v must have k's sequence length and heads {list(k.shape[1:3])}, got {list(v.shape[1:3])}")
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"q, k and v must have a head dimension of at least 1, got {q.shape[3]} and {v.shape[3]}")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if q.shape[2] % k.shape[2] if k.shape[2] else q.shape[2]:
         raise ValueError(f"q's heads must be a multiple of k's heads, got {q.shape[2]} and {k.shape[2]}")
 
 

@@ -21,7 +21,7 @@ def reference_attention(
     compute = compute_dtype(q.dtype)
     batch, query_length, heads, _ = q.shape
     key_length = k.shape[1]
-    group = heads // k.shape[2]
+    group = heads // max(1, k.shape[2])
     visible = visible_keys(band, options, 0, query_length, key_length, q.device)  # [1 or B, 1 or Hq, Sq, Sk]
     queries, lost_queries = readable_rows(q.to(compute).transpose(1, 2))  # [B, Hq, Sq, D]
     keys, lost_keys = readable_rows(k.to(compute).transpose(1, 2).repeat_interleave(group, 1))  # [B, Hq, Sk, D]
@@ -43,8 +43,9 @@ def reference_attention(
     empty = (logits == -torch.inf).all(3)  # [B, Hq, Sq]
     logits = logits.masked_fill(empty[..., None], 0.0)
     lse = log_sum_exp(logits)
-    # A row that sees NaN is NaN in its softmax whole, in the columns that it does not see, too.
-    probabilities = torch.softmax(logits, 3)[..., :key_length].masked_fill(~visible, 0.0)
+    # A row that sees NaN is NaN in its softmax whole, in the columns that it does not see, too. And a row may see keys whose logits
+    # are all -inf, by overflow: it has no weights, as one that sees nothing.
+    probabilities = torch.softmax(logits, 3)[..., :key_length].masked_fill(~visible | empty[..., None], 0.0)
     if options.dropout_p:
         keep = kept_weights(options, batch, heads, 0, query_length, key_length, first_sequence)
         probabilities = torch.where(keep, probabilities / (1 - options.dropout_p), 0.0)

@@ -53,10 +53,7 @@ def tiled_forward(
         row_lse = log_sum_exp(strip.logits)  # [B, Hkv, group, rows]
         if options.sinks is not None:
             row_lse = torch.logaddexp(row_lse, _sinks(options.sinks, kv_heads, compute))
-        weights = torch.exp(strip.logits - row_lse.masked_fill(row_lse == -torch.inf, 0.0)[..., None])
-        weights = weights.masked_fill(
-            ~strip.visible, 0.0
-        )  # a row whose log-sum-exp is NaN has weights that are, hidden ones too
+        weights, _ = _softmax(strip, options, kv_heads)
         if strip.keep is not None:
             weights = weights * strip.keep
         weights = weights.masked_fill(strip.visible & strip.lost_values.transpose(3, 4), torch.nan)
@@ -70,7 +67,8 @@ def tiled_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, low: int | None, high: int | None, options: Options = PLAIN, first_sequence: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, OptionGradients]:  # fmt: skip
-    """d_q, d_k, d_v and the options' gradients: the strip's weights are made again from lse, as FlashAttention does."""
+    """d_q, d_k, d_v and the options' gradients. A strip's weights are made again. `lse` may be that of more keys than are given here, as in
+    ring attention: these have their share of the whole then."""
     compute = lse.dtype
     batch, query_length, heads, _ = q.shape
     key_length, kv_heads = k.shape[1:3]
@@ -88,8 +86,12 @@ def tiled_backward(
         # Where nothing is seen all is 0, whatever the gradients of that row hold: 0 * NaN is NaN.
         empty = row_lse == -torch.inf
         d_outs = d_outs.masked_fill(empty[..., None], 0.0)
-        weights = torch.exp(strip.logits - row_lse.masked_fill(empty, 0.0)[..., None])
-        weights = weights.masked_fill(~strip.visible, 0.0)  # a row that sees NaN has the log-sum-exp NaN
+        weights, sink_weights = _softmax(strip, options, kv_heads)
+        own_lse = log_sum_exp(strip.logits)
+        if options.sinks is not None:
+            own_lse = torch.logaddexp(own_lse, _sinks(options.sinks, kv_heads, compute))
+        share = _share(own_lse, row_lse)
+        weights = weights * share[..., None]
         delta = (d_outs * outs).sum(4)
         if d_lse is not None:
             delta = delta - d_lse[:, :, begin:end].unflatten(1, (kv_heads, -1))
@@ -99,9 +101,8 @@ def tiled_backward(
             d_weights, dropped = d_weights * strip.keep, weights * strip.keep
         d_weights = d_weights.masked_fill(strip.visible & strip.lost_values.transpose(3, 4), torch.nan)
         d_logits = (weights * (d_weights - delta[..., None])).masked_fill(~strip.visible, 0.0)
-        if options.sinks is not None and d_sinks is not None:
-            sink_weights = torch.exp(_sinks(options.sinks, kv_heads, compute) - row_lse)
-            parts = torch.where(row_lse == -torch.inf, 0.0, sink_weights * delta)
+        if sink_weights is not None and d_sinks is not None:
+            parts = torch.where(empty, 0.0, sink_weights * share * delta)
             d_sinks -= parts.sum((0, 3)).flatten()
         if options.alibi_slopes is not None and d_slopes is not None:
             away = distances(alibi_shift(options, query_length, key_length), begin, end, key_length, compute, q.device)
@@ -178,6 +179,36 @@ def _strip(
         keep = keep.unflatten(1, (kv_heads, -1)).to(compute) / (1 - options.dropout_p)
     logits = logits.masked_fill(~visible, -torch.inf)
     return _Strip(visible, queries, keys, values, logits, capped, keep, lost_values)
+
+
+def _softmax(strip: _Strip, options: Options, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+    """Weights [B, Hkv, group, rows, Sk] of the logits, and those of the sinks [B, Hkv, group, rows].
+
+    Not exp(logits - lse): beside a large maximum fp32 has no room for the logarithm of the sum, and the weights would not sum to 1.
+    """
+    logits = strip.logits
+    sink = None if options.sinks is None else _sinks(options.sinks, kv_heads, logits.dtype)[..., None]
+    if logits.shape[4] == 0 and sink is None:
+        return logits, None
+    if sink is not None:
+        logits = torch.cat([logits, sink.expand(*logits.shape[:4], 1)], 4)
+    most = logits.amax(4, keepdim=True)
+    powers = torch.exp(logits - most.masked_fill(most == -torch.inf, 0.0))
+    sums = powers.sum(4, keepdim=True)
+    weights = powers / sums.masked_fill(sums == 0, 1.0)
+    sink_weights = None
+    if sink is not None:
+        weights, sink_weights = weights[..., :-1], weights[..., -1]
+    return weights.masked_fill(
+        ~strip.visible, 0.0
+    ), sink_weights  # a row that sees NaN has weights that are, hidden ones too
+
+
+def _share(own_lse: Tensor, row_lse: Tensor) -> Tensor:
+    """exp(own_lse - row_lse), and 1 where they are the same but for rounding, of which beside large logits much comes out of exp."""
+    difference = own_lse - row_lse  # NaN where both are infinite, or a row sees NaN, whose weights are NaN already
+    rounding = 4 * torch.finfo(row_lse.dtype).eps * row_lse.abs()
+    return torch.where((difference.abs() <= rounding) | difference.isnan(), 1.0, difference.exp())
 
 
 def _grouped(tensor: Tensor, kv_heads: int, compute: torch.dtype) -> Tensor:

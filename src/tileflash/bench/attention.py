@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
 from typing import get_args
 
 import torch
 
-from tileflash.bench.attention_check import Judge
+from tileflash.bench.attention_check import Judge, complaint_of_inputs
 from tileflash.bench.attention_variants import Attention, Trial, attempt, attention_variant
-from tileflash.bench.flags import FAILED, FASTER_THAN_LIMIT, WRONG_RESULT
+from tileflash.bench.audit import Audit
+from tileflash.bench.flags import FAILED, FASTER_THAN_LIMIT, TIMER_DISAGREES, TRIVIAL_INPUT, WRONG_RESULT
 from tileflash.bench.ledger import CaseValue, Line
 from tileflash.bench.roofline import AttentionWork, Direction, attention_work
 from tileflash.bench.sitting import Sitting
@@ -43,6 +45,7 @@ class AttentionSuite:
     seed: int = 0
     budget_seconds: float | None = None
     timing: TimingPlan = field(default_factory=TimingPlan)
+    fa3_library: Path | None = None
 
     def __post_init__(self) -> None:
         choices = (("masks", MASKS), ("directions", DIRECTIONS), ("variants", None))
@@ -139,17 +142,35 @@ class CaseResult:
     cells: tuple[Cell, ...]
     limit_ms: float | None
 
-    def lines(self, sitting: Sitting, baseline: str) -> Iterator[Line]:
+    def lines(self, sitting: Sitting, baseline: str, suite: str = SUITE) -> Iterator[Line]:
         """Ledger lines: `time_ms` of each variant and `speed_ratio_to_BASELINE` where it was measured."""
         for cell in self.cells:
             time_ms = cell.timing.time_ms if cell.timing else None
             yield sitting.line(
-                SUITE, self.case.record(), cell.variant, "time_ms", time_ms, limit=self.limit_ms, flags=cell.flags
+                suite, self.case.record(), cell.variant, "time_ms", time_ms, limit=self.limit_ms, flags=cell.flags
             )
             ratio = cell.timing.speed_ratio if cell.timing else None
             if ratio is not None and cell.variant != baseline:
                 metric = f"speed_ratio_to_{baseline}"
-                yield sitting.line(SUITE, self.case.record(), cell.variant, metric, ratio, flags=cell.flags)
+                yield sitting.line(suite, self.case.record(), cell.variant, metric, ratio, flags=cell.flags)
+
+
+def with_flags(results: list[CaseResult], audit: Audit) -> list[CaseResult]:
+    """The results with the flags that an audit of their lines has added."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for line in audit.lines:
+        if line.suite == SUITE:
+            found.setdefault((str(line.case), line.variant), {}).update(dict.fromkeys(line.flags))
+    return [
+        replace(
+            result,
+            cells=tuple(
+                replace(cell, flags=tuple(found.get((str(result.case.record()), cell.variant), cell.flags)))
+                for cell in result.cells
+            ),
+        )
+        for result in results
+    ]
 
 
 def run_suite(
@@ -163,7 +184,7 @@ def run_suite(
     longest so far; what is then missing was left out. `gpu_name` finds the physical limit."""
     clock = clock or clock_for(suite.device)
     gpu = find_gpu(gpu_name) if suite.dtype != "float32" else None  # the peaks are those of 16-bit types
-    functions = {name: attention_variant(name) for name in suite.variants}
+    functions = {name: attention_variant(name, suite.fa3_library) for name in suite.variants}
     begin, longest = now(), 0.0
     for case in suite.cases():
         started = now()
@@ -181,6 +202,8 @@ def _measure(
     limit_ms: float | None,
 ) -> tuple[Cell, ...]:
     q, k, v, d_out = _inputs(case, suite)
+    if complaint := complaint_of_inputs(q=q, k=k, v=v, d_out=d_out):
+        return tuple(Cell(name, None, (TRIVIAL_INPUT,), complaint) for name in functions)
     judge = Judge(q, k, v, d_out, case.mask == "causal")  # the same right answer for every variant
     cells: dict[str, Cell] = {}
     calls: dict[str, Callable[[], object]] = {}
@@ -198,9 +221,14 @@ def _measure(
     del judge
     if calls:
         for name, timing in compare(calls, clock, baseline=suite.baseline, plan=suite.timing).items():
-            broken = impossible(timing.time_ms.low, limit_ms)
-            reason = f"{timing.time_ms.low:.4g} ms, faster than the limit of {limit_ms:.4g} ms" if broken else ""
-            cells[name] = Cell(name, timing, (FASTER_THAN_LIMIT,) if broken else (), reason)
+            reasons = {}
+            if impossible(timing.time_ms.low, limit_ms):
+                reasons[FASTER_THAN_LIMIT] = f"{timing.time_ms.low:.4g} ms, faster than the limit of {limit_ms:.4g} ms"
+            if timing.disagrees:
+                reasons[TIMER_DISAGREES] = (
+                    f"{timing.time_ms.median:.4g} ms, but {timing.wall_ms:.4g} ms a call by the host's clock"
+                )
+            cells[name] = Cell(name, timing, tuple(reasons), "; ".join(reasons.values()))
     return tuple(cells[name] for name in functions)
 
 

@@ -39,6 +39,19 @@ def reference_head(
     return out, dq, dk, dv
 
 
+def complaint_of_inputs(**inputs: torch.Tensor) -> str:
+    """What is wrong with inputs, in words; empty when they can tell right from wrong.
+
+    On zeros, or on any constant, every row of V is its own mean, so that a kernel which reads nothing passes; and a GPU's multipliers,
+    which then hardly switch, draw less power and run at higher clocks than they ever do on data.
+    """
+    for name, tensor in inputs.items():
+        deviation = float(tensor.float().std())
+        if not 0.1 < deviation < 10.0:  # NaN is wrong too
+            return f"{name} has a standard deviation of {deviation:.3g}; inputs must be random, with one of about 1"
+    return ""
+
+
 class Judge:
     """Knows the right answer for the last head of the last batch, where wrong offsets show first.
 

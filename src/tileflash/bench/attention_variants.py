@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tileflash.bench.attention_peers import LOADERS, Attention, peer
 from tileflash.bench.flags import FAILED, OUT_OF_MEMORY, UNSUPPORTED
 
+TUTORIAL = "tutorial-fa1"
 _OURS = "tileflash-"
 _LONGEST_REASON = 400
 _REFUSALS = ("No available kernel", "No viable backend")  # what a pinned SDPA says when its backend cannot serve
@@ -24,20 +28,25 @@ _PEERS = {
 }
 
 
-def attention_variant(name: str) -> Attention:
+def attention_variant(name: str, fa3_library: Path | None = None) -> Attention:
     """The function (q, k, v, causal) -> out, tensors [B, S, H, D], of a variant.
 
     `tileflash-BACKEND` is tileflash.attention(..., backend=BACKEND), `reference` its textbook backend; `fa2`, `cudnn`,
     `efficient` and `math` are the backends of PyTorch's scaled_dot_product_attention, each pinned so that it never
-    falls back silently. `fa3`, `fa4` and `flash-attn` are packages of their own (`attention_peers`). ValueError for
-    another name.
+    falls back silently. `tutorial-fa1` is FlashAttention 1 in plain PyTorch (`tileflash.attention.tutorial`). `flex` is
+    compiled FlexAttention; `fa3`, `fa4` and `flash-attn` are packages of their own (`attention_peers`); `fa3_library` is
+    a file that holds FA3's operators where no package does. ValueError for another name.
     """
     if name in _PEERS:
         return _pinned(_PEERS[name])
     if name in LOADERS:
-        return peer(name)
+        return peer(name, fa3_library)
     if name == "reference":
         return _ours("reference")
+    if name == TUTORIAL:
+        from tileflash.bench.attention_tutorial import flash_attention_1
+
+        return flash_attention_1
     if name.startswith(_OURS) and len(name) > len(_OURS):
         from tileflash.attention.dispatch import BACKENDS, FAMILIES
 
@@ -46,7 +55,7 @@ def attention_variant(name: str) -> Attention:
             raise ValueError(f"`variants` named {name!r}; BACKEND must be one of {', '.join([*FAMILIES, *BACKENDS])}")
         return _ours(backend)
     raise ValueError(
-        f"`variants` named {name!r}; it must be tileflash-BACKEND, reference, {', '.join((*_PEERS, *LOADERS))}"
+        f"`variants` named {name!r}; it must be tileflash-BACKEND, reference, {', '.join((TUTORIAL, *_PEERS, *LOADERS))}"
     )
 
 
@@ -59,19 +68,28 @@ def _ours(backend: str) -> Attention:
     return run
 
 
+def held_variant(
+    name: str, fa3_library: Path | None = None
+) -> tuple[Callable[[], AbstractContextManager[object]], Attention]:
+    """What makes a context in which to call a variant many times, and the function. Who pins a backend of PyTorch's does it once, and not
+    at each call, which would cost tens of microseconds."""
+    if name in _PEERS:
+        return partial(sdpa_kernel, _PEERS[name]), _scaled_dot_product
+    return nullcontext, attention_variant(name, fa3_library)
+
+
 def _pinned(backend: SDPBackend) -> Attention:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                is_causal=causal,
-                enable_gqa=q.shape[2] != k.shape[2],
-            )
-        return out.transpose(1, 2)
+            return _scaled_dot_product(q, k, v, causal)
 
     return run
+
+
+def _scaled_dot_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
 @dataclass(frozen=True)

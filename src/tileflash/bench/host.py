@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from tileflash.bench.attention_variants import Attention, attempt, attention_variant
+from tileflash.bench.attention_variants import Attention, attempt, attention_variant, held_variant
 from tileflash.bench.ledger import CaseValue, Line
 from tileflash.bench.sitting import Sitting
 from tileflash.bench.statistic import Statistic, summarize
@@ -38,6 +40,7 @@ class HostSuite:
     calls: int = 200
     rounds: int = 9
     seed: int = 0
+    fa3_library: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.variants or len(set(self.variants)) < len(self.variants):
@@ -67,28 +70,33 @@ class HostCell:
 def measure_host(suite: HostSuite, now: Callable[[], float] = time.perf_counter) -> list[HostCell]:
     """All variants in all modes; ratios between them are of one process and of rounds that alternate."""
     cells: dict[tuple[str, str], HostCell] = {}
-    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    calls: dict[tuple[str, str], tuple[Callable[[], AbstractContextManager[object]], Callable[[], object]]] = {}
     for variant in suite.variants:
-        for mode, call in _calls(suite, attention_variant(variant)).items():
-            trial = attempt(lambda call=call: (call(),))  # type: ignore[misc]
+        hold, function = held_variant(variant, suite.fa3_library)
+        for mode, call in _calls(suite, function).items():
+            with hold():
+                trial = attempt(lambda call=call: (call(),))  # type: ignore[misc]
             if trial.result is None:
                 cells[variant, mode] = HostCell(variant, mode, None, trial.flag, trial.reason)
             else:
-                calls[variant, mode] = call
+                calls[variant, mode] = hold, call
     for _ in range(3):  # what is made ready at a second or third call
-        for call in calls.values():
-            call()
+        for hold, call in calls.values():
+            with hold():
+                call()
     times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     generator = random.Random(suite.seed)
     for _ in range(suite.rounds):
         order = list(calls)
         generator.shuffle(order)
         for key in order:
+            hold, call = calls[key]
             _wait(suite.device)
-            started = now()
-            for _ in range(suite.calls):
-                calls[key]()
-            times[key].append((now() - started) / suite.calls * 1e6)
+            with hold():
+                started = now()
+                for _ in range(suite.calls):
+                    call()
+                times[key].append((now() - started) / suite.calls * 1e6)
     _wait(suite.device)
     for (variant, mode), values in times.items():
         cells[variant, mode] = HostCell(variant, mode, summarize(values))

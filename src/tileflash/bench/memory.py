@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -36,6 +37,7 @@ class MemorySuite:
     causal: bool = True
     dtype: str = "bfloat16"
     device: str = "cuda"
+    fa3_library: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.variants or len(set(self.variants)) < len(self.variants):
@@ -103,7 +105,7 @@ def measure_memory(suite: MemorySuite) -> Iterator[MemoryCell]:
 
     Where nothing can be measured, only the smallest length is run, to learn which variants serve: the matrix of the standard lengths
     would fill the host's memory for nothing."""
-    functions = {variant: attention_variant(variant) for variant in suite.variants}
+    functions = {variant: attention_variant(variant, suite.fa3_library) for variant in suite.variants}
     for function in functions.values():
         attempt(lambda function=function: _run(suite, function, min(suite.lengths), "forward and backward"))  # type: ignore[misc]
     for length in suite.lengths:

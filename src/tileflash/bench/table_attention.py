@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tileflash.bench.attention import SUITE, work_of
+from tileflash.bench.audit import RATIO
+from tileflash.bench.flags import DOUBTFUL
 from tileflash.bench.footnotes import Footnotes, without_figure
 from tileflash.bench.ledger import CaseValue, Line
 from tileflash.bench.markdown import newest_runs, provenance, spread, table
 from tileflash.bench.statistic import geometric_mean
 from tileflash.bench.table_words import Words
 
-RATIO = "speed_ratio_to_"
 _Shape = tuple[int, str, int]  # head_dim, mask, seq
 
 
@@ -75,7 +76,11 @@ def _ratio(line: Line | None, footnotes: Footnotes) -> str:
 
 
 def _mean(variant: str, baseline: str, ratios: list[Line], words: Words) -> str:
-    values = [line.median for line in ratios if line.variant == variant and line.median is not None and not line.flags]
+    values = [
+        line.median
+        for line in ratios
+        if line.variant == variant and line.median is not None and not set(line.flags) - DOUBTFUL
+    ]
     if not values:
         return ""
     mean = f"{geometric_mean(values):.2f}x"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tileflash.bench.attention import SUITE
+from tileflash.bench.audit import RATIO
+from tileflash.bench.flags import DOUBTFUL
 from tileflash.bench.ledger import Line
 from tileflash.bench.markdown import newest_runs, table
 from tileflash.bench.statistic import geometric_mean
-from tileflash.bench.table_attention import RATIO
 from tileflash.bench.table_words import Words
 
 
@@ -29,7 +30,7 @@ def _run(lines: list[Line], words: Words) -> str:
             rows.append([words.directions[direction], head_dim, *_means(own, variants, head_dim)])
         rows.append([words.directions[direction], words.all_points, *_means(own, variants, None)])
     note = words.summary_note.format(gpu=lines[0].gpu)
-    if flagged := sum(bool(line.flags) for line in lines):
+    if flagged := sum(bool(set(line.flags) - DOUBTFUL) for line in lines):
         note += words.summary_flagged.format(count=flagged)
     headings = ["", "d", *(words.ratio.format(variant=variant, baseline=baseline) for variant in variants)]
     return "\n\n".join([table(headings, rows, left=2), note])
@@ -43,7 +44,7 @@ def _means(lines: list[Line], variants: list[str], head_dim: str | None) -> list
             for line in lines
             if line.variant == variant
             and line.median is not None
-            and not line.flags
+            and not set(line.flags) - DOUBTFUL
             and head_dim in (None, str(line.case["head_dim"]))
         ]
         cells.append(f"{geometric_mean(values):.2f}x" if values else "–")

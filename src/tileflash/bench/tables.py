@@ -9,11 +9,15 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tileflash.bench.audit import LARGEST_SPREAD, audit
 from tileflash.bench.ledger import Line
 from tileflash.bench.table_attention import attention_block
 from tileflash.bench.table_attention_summary import attention_summary_block
 from tileflash.bench.table_train import train_block
 from tileflash.bench.table_words import Words, words_for
+from tileflash.bench.tables_attention import host_block, lengths_block, memory_block, scaling_block, versions_block
+from tileflash.bench.tables_models import generation_block, model_memory_block, models_block, training_block
+from tileflash.bench.version_features import features_block
 
 _MARK = re.compile(r"<!-- tileflash:(?:(end)|table ([^\s>]+)) -->")
 _CHINESE_SUFFIX = ".zh-CN.md"
@@ -33,6 +37,16 @@ BLOCKS: dict[str, tuple[Callable[[Sequence[Line], Words], str], str]] = {
         "tileflash bench attention --output benchmarks/results/attention.jsonl",
     ),
     "train": (train_block, "tileflash compare gpt2 llama3-1b --ledger benchmarks/results/train.jsonl"),
+    "lengths": (lengths_block, "tileflash bench lengths --output benchmarks/results/lengths.jsonl"),
+    "memory": (memory_block, "tileflash bench memory --output benchmarks/results/memory.jsonl"),
+    "model-memory": (model_memory_block, "tileflash bench model-memory --output benchmarks/results/model-memory.jsonl"),
+    "scaling": (scaling_block, "tileflash bench scaling --output benchmarks/results/scaling.jsonl"),
+    "training": (training_block, "tileflash bench training --output benchmarks/results/training.jsonl"),
+    "generation": (generation_block, "tileflash bench generation --output benchmarks/results/generation.jsonl"),
+    "versions": (versions_block, "tileflash bench versions --output benchmarks/results/versions.jsonl"),
+    "features": (features_block, "tileflash report"),
+    "models": (models_block, "tileflash bench models --output benchmarks/results/models.jsonl"),
+    "host": (host_block, "tileflash bench host --output benchmarks/results/host.jsonl"),
 }
 
 
@@ -41,13 +55,13 @@ def language_of(path: Path) -> str:
     return "zh" if path.name.endswith(_CHINESE_SUFFIX) else "en"
 
 
-def render(name: str, lines: Sequence[Line], language: str) -> str:
-    """The Markdown of one block, newest run of each GPU; a sentence that says how to measure where there is none."""
+def render(name: str, lines: Sequence[Line], language: str, largest_spread: float = LARGEST_SPREAD) -> str:
+    """The Markdown of one block, newest run of each GPU, audited; a sentence that says how to measure where there is none."""
     if name not in BLOCKS:
         raise ValueError(f"there is no table {name!r}; the tables are {', '.join(BLOCKS)}")
     words = words_for(language)
     make, command = BLOCKS[name]
-    return make(lines, words) or words.nothing.format(command=command)
+    return make(audit(lines, largest_spread).lines, words) or words.nothing.format(command=command)
 
 
 def fill(text: str, lines: Sequence[Line], language: str, name: str = "the text") -> tuple[str, list[str]]:

@@ -23,11 +23,17 @@ if TYPE_CHECKING:
 L2_FLUSH_BYTES = 256 * 1024 * 1024  # several times the largest L2 (60 MB on an H200, 126 MB on a B200)
 _MAX_CALLS = 1_000
 _MIN_CALLS = 3
+_WALL_CALLS = 5
+_LONG_MS = 100.0  # what takes longer is timed by the host's clock once
+_HOST_BOUND = 2.0  # a call that takes less than this many times its issuing may be the host's time, not the device's
+_DISAGREES = 0.5  # a time below this share of the wall clock's is none: the clock did not wait for the device
 _MAX_LEAD = 32
 
 
 class Clock(Protocol):
-    """Times calls on one kind of device."""
+    """Times calls on one kind of device. `is_asynchronous`: whether a call returns before the device has done it."""
+
+    is_asynchronous: bool
 
     def measure(self, call: Callable[[], object], calls: int) -> list[float]:
         """Milliseconds of each of `calls` calls."""
@@ -41,10 +47,15 @@ class Clock(Protocol):
         """Milliseconds until one call returns on the host, whatever the device still has to do."""
         ...
 
+    def wall_ms(self, call: Callable[[], object], calls: int) -> float:
+        """Milliseconds a call of `calls` in a row by the host's clock, the device waited for before and after: a second opinion."""
+        ...
+
 
 class CpuClock:
     """perf_counter around each call. Caches are left as they are."""
 
+    is_asynchronous = False
     description = "CPU: time.perf_counter around each call, caches warm"
 
     def measure(self, call: Callable[[], object], calls: int) -> list[float]:
@@ -63,6 +74,13 @@ class CpuClock:
         """See `Clock.issue_ms`."""
         return self.measure(call, 1)[0]
 
+    def wall_ms(self, call: Callable[[], object], calls: int) -> float:
+        """See `Clock.wall_ms`."""
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls * 1e3
+
 
 class CudaClock:
     """CUDA events around each call, the L2 cache flushed before each by zeroing a 256 MB buffer.
@@ -71,6 +89,7 @@ class CudaClock:
     the events then hold the kernels' time and no launch time. Every variant gets the same flushes.
     """
 
+    is_asynchronous = True
     description = "CUDA events around each call, L2 flushed before each (a 256 MB buffer zeroed), launches hidden"
 
     def __init__(self, device: torch.device) -> None:
@@ -99,6 +118,15 @@ class CudaClock:
         issued = time.perf_counter() - start
         self._torch.cuda.synchronize(self._device)
         return issued * 1e3
+
+    def wall_ms(self, call: Callable[[], object], calls: int) -> float:
+        """See `Clock.wall_ms`."""
+        self._torch.cuda.synchronize(self._device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self._torch.cuda.synchronize(self._device)
+        return (time.perf_counter() - start) / calls * 1e3
 
     def _events(self, call: Callable[[], object], calls: int, lead: int) -> list[float]:
         event = self._torch.cuda.Event
@@ -151,11 +179,18 @@ class TimingPlan:
 @dataclass(frozen=True)
 class Timing:
     """Times of one variant over the rounds, and its speed relative to the baseline: baseline's time / its time within
-    each round (above 1 is faster than the baseline). `calls` were timed in each round."""
+    each round (above 1 is faster than the baseline). `calls` were timed in each round. `wall_ms`: what a call takes at least by the
+    host's clock with the device waited for; None where the host, not the device, sets the pace, so that it says nothing."""
 
     time_ms: Statistic
     speed_ratio: Statistic | None
     calls: int
+    wall_ms: float | None = None
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether the host's clock says at least twice as long: then the timer did not wait, or timed something else."""
+        return self.wall_ms is not None and self.time_ms.median < _DISAGREES * self.wall_ms
 
 
 def compare(
@@ -168,7 +203,9 @@ def compare(
     if not variants:
         raise ValueError("`variants` was empty; there must be something to time")
     calls = {name: _warm_up(call, clock, plan) for name, call in variants.items()}
-    clock.prepare(max(median(clock.issue_ms(call) for _ in range(3)) for call in variants.values()))
+    issue_ms = {name: median(clock.issue_ms(call) for _ in range(3)) for name, call in variants.items()}
+    clock.prepare(max(issue_ms.values()))
+    wall_ms = {name: _wall_ms(call, clock, issue_ms[name]) for name, call in variants.items()}
     generator = random.Random(plan.seed)
     rounds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(plan.rounds):
@@ -184,9 +221,20 @@ def compare(
             summarize(times),
             None if reference is None else summarize([r / t for r, t in zip(reference, times, strict=True)]),
             calls[name],
+            wall_ms[name],
         )
         for name, times in rounds.items()
     }
+
+
+def _wall_ms(call: Callable[[], object], clock: Clock, issue_ms: float) -> float | None:
+    """The lowest of three, so that a busy host does not show as a slow device."""
+    if not clock.is_asynchronous:
+        return None  # there is nothing to wait for, so nothing that could be forgotten
+    wall = clock.wall_ms(call, 1)
+    if wall < _LONG_MS:
+        wall = min(clock.wall_ms(call, _WALL_CALLS) for _ in range(3))
+    return wall if wall >= _HOST_BOUND * issue_ms else None
 
 
 def _warm_up(call: Callable[[], object], clock: Clock, plan: TimingPlan) -> int:

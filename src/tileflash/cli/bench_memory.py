@@ -1,36 +1,79 @@
-"""The table of `tileflash bench memory`."""
+"""`tileflash bench memory`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from tileflash.cli.bench_console import machine_line, table_console
+import typer
+
+from tileflash.cli.bench_console import BenchSession, machine_line, table_console
+from tileflash.cli.bench_options import Dtype, Fa3Library, LargestSpread, Output, Variants
+from tileflash.cli.comma_separated import numbers, words
+from tileflash.cli.errors import friendly_errors
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tileflash.bench.memory import MemoryCell, MemorySuite
 
 
-def print_memory(suite: MemorySuite, output: Path | None) -> int:
+@friendly_errors
+def memory(
+    lengths: Annotated[str, typer.Option(help="Sequence lengths.")] = "512,2048,8192,32768",
+    variants: Variants = "math,tileflash-auto,fa2,cudnn",
+    batch: Annotated[int, typer.Option(help="Batch.")] = 8,
+    heads: Annotated[int, typer.Option(help="Heads.")] = 32,
+    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
+    mask: Annotated[str, typer.Option(help="full or causal.")] = "causal",
+    dtype: Dtype = "bfloat16",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu (which counts and measures nothing).")] = "cuda",
+    output: Output = None,
+    fa3_library: Fa3Library = None,
+    largest_spread: LargestSpread = 0.2,
+) -> None:
+    """Memory of attention by length: the attention matrix and the K/V cache counted, and the peak measured beside them.
+
+    Example: tileflash bench memory --output benchmarks/results/memory.jsonl
+    On a CPU: tileflash bench memory --device cpu --lengths 64,256 --batch 1 --heads 2 --variants math,tileflash-auto
+
+    Exit status 1 when a peak is below what must be there, or falls with the length.
+    """
+    from tileflash.bench.memory import MemorySuite
+
+    if mask not in ("full", "causal"):
+        raise ValueError(f"`--mask` was {mask!r}; it must be full or causal")
+    suite = MemorySuite(
+        numbers("--lengths", lengths),
+        words(variants),
+        batch,
+        heads,
+        head_dim,
+        mask == "causal",
+        dtype,
+        device,
+        fa3_library,
+    )
+    raise typer.Exit(_run(suite, output, largest_spread))
+
+
+def _run(suite: MemorySuite, output: Path | None, largest_spread: float) -> int:
     """Measure, print a table for each pass, append to the ledger; the exit status."""
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
 
-    from tileflash.bench.ledger import append
     from tileflash.bench.memory import PASSES, count_bytes, measure_memory, memory_lines
-    from tileflash.bench.sitting import Sitting
-    from tileflash.environment import environment
 
     errors, console = Console(stderr=True, highlight=False, soft_wrap=True), table_console()
-    sitting = Sitting.begin(environment(suite.device))
+    session = BenchSession("memory", suite.device, output, largest_spread)
     cells: list[MemoryCell] = []
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+    with session, Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         bar = progress.add_task("memory", total=len(suite.lengths) * len(suite.variants) * len(PASSES))
         for cell in measure_memory(suite):
             cells.append(cell)
+            session.add(memory_lines(suite, [cell], session.sitting))
             progress.advance(bar)
-    console.print(machine_line(sitting))
+    console.print(machine_line(session.sitting))
     baseline = suite.variants[0]
     for which in PASSES:
         table = Table(
@@ -49,16 +92,7 @@ def print_memory(suite: MemorySuite, output: Path | None) -> int:
         console.print(table)
     for reason in dict.fromkeys(f"{cell.variant}: {cell.reason}" for cell in cells if cell.reason):
         console.print(reason, markup=False)
-    if output is not None:
-        append(output, memory_lines(suite, cells, sitting))
-        console.print(f"appended to {output}", markup=False)
-    broken = [cell for cell in cells if not cell.is_possible]
-    for cell in broken:
-        least = cell.counted.least(cell.variant, cell.which)
-        errors.print(
-            f"error: {cell.variant}, {cell.which}, S={cell.length}: {cell.peak_bytes:,} bytes, less than {least:,}"
-        )
-    return int(bool(broken))
+    return session.end(console)
 
 
 def _cell(cell: MemoryCell, baseline_bytes: int | None) -> str:

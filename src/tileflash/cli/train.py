@@ -33,7 +33,7 @@ Examples:
   tileflash train my-run.toml --learning-rate 3e-4
       flags win over the file
   torchrun --nproc-per-node 8 -m tileflash train llama3-8b --flash --data-parallel 4 --zero-stage 3 --tensor-parallel 2
-      8 GPUs; data ranks x tensor ranks = all ranks
+      8 GPUs; data x tensor x context x pipeline ranks = all ranks
 
 Exit status: 0 finished, 130 interrupted (Ctrl-C; saved), 3 out of memory, 2 bad input, 1 anything else.
 """

@@ -1,42 +1,25 @@
-"""The plots of a report as SVG text, drawn by matplotlib without its global state; labels are English."""
+"""The plots of a report as SVG text; labels are English."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from typing import TYPE_CHECKING, Any
 
 from tileflash.compare import numbers
+from tileflash.compare.canvas import GRID, INK, length_axis, new_figure, recolour, styled, svg_of, with_axes
 from tileflash.compare.figures import Comparison, Measured
 from tileflash.compare.plan import BASELINE, FLASH, SCHEMES, model_name
 from tileflash.compare.results import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-# A plot is drawn for a light page; `recolour` lets a page with its own colours take over. Each colour is used for one
-# thing alone, so that it can be found again in the SVG. Orange and blue stay apart for every kind of colour vision,
-# and the markers differ too.
-INK, GRID = "#1f2430", "#d9dde5"
+__all__ = ["COLOURS", "GRID", "INK", "losses", "peak_memory", "recolour", "speedup", "step_time"]
+
+# Each colour is used for one thing alone, so that it can be found again in the SVG. Orange and blue stay apart for every
+# kind of colour vision, and the markers differ too.
 COLOURS = {BASELINE: "#c2570c", FLASH: "#1d5fd1"}
 _MARKERS = {BASELINE: "o", FLASH: "s"}
-_STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tileflash",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": GRID,
-    "legend.frameon": False,
-}
 
 
 def step_time(comparisons: list[Comparison]) -> str:
@@ -51,8 +34,8 @@ def peak_memory(comparisons: list[Comparison]) -> str:
 
 def speedup(comparisons: list[Comparison]) -> str:
     """Speed-up by sequence length as bars with their spread; a dashed line at 1x, where both are equally fast."""
-    with _styled():
-        figure, axes = _figure()
+    with styled():
+        figure, axes = with_axes()
         for index, comparison in enumerate(comparisons):
             _bar(axes, index, comparison)
         axes.axhline(1.0, color=INK, linewidth=1, linestyle="--")
@@ -61,13 +44,13 @@ def speedup(comparisons: list[Comparison]) -> str:
         axes.set_ylim(0, max([1.0, *(c.speedup.high for c in comparisons if c.speedup)]) * 1.2)
         axes.set_xlabel("sequence length")
         axes.set_ylabel("speed-up (baseline / flash)")
-        return _svg(figure, f"speedup-{model_name(comparisons[0].setting.model)}")
+        return svg_of(figure, f"speedup-{model_name(comparisons[0].setting.model)}")
 
 
 def losses(comparison: Comparison) -> str:
     """Both loss curves (first repeat) on one plot, and below it their difference, marked where it is largest for its loss."""
-    with _styled():
-        figure = _new_figure(5.0)
+    with styled():
+        figure = new_figure(5.0)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
         for scheme, width, dashes in ((BASELINE, 4.0, "-"), (FLASH, 1.5, "--")):
             figures = comparison.scheme(scheme)
@@ -98,17 +81,12 @@ def losses(comparison: Comparison) -> str:
         for axes in (upper, lower):
             axes.grid(True, linewidth=0.6)
         setting = comparison.setting
-        return _svg(figure, f"loss-{model_name(setting.model)}-{setting.sequence_length}")
-
-
-def recolour(svg: str, colours: dict[str, str]) -> str:
-    """Replace colours (keys as in `INK`, `GRID`, `COLOURS`) by any CSS colour, for a page that has a dark mode."""
-    return re.sub("|".join(map(re.escape, colours)), lambda match: colours[match.group()], svg)
+        return svg_of(figure, f"loss-{model_name(setting.model)}-{setting.sequence_length}")
 
 
 def _by_length(comparisons: list[Comparison], attribute: str, factor: float, label: str) -> str:
-    with _styled():
-        figure, axes = _figure()
+    with styled():
+        figure, axes = with_axes()
         for scheme in SCHEMES:
             points: list[tuple[int, Measured]] = [
                 (c.setting.sequence_length, getattr(c.scheme(scheme), attribute))
@@ -132,11 +110,11 @@ def _by_length(comparisons: list[Comparison], attribute: str, factor: float, lab
                 )
         _value_axis(axes, comparisons, attribute, factor)
         _mark_out_of_memory(axes, comparisons)
-        _length_axis(axes, [c.setting.sequence_length for c in comparisons])
+        length_axis(axes, [c.setting.sequence_length for c in comparisons])
         axes.set_ylabel(label)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper left")
-        return _svg(figure, f"{attribute}-{model_name(comparisons[0].setting.model)}")
+        return svg_of(figure, f"{attribute}-{model_name(comparisons[0].setting.model)}")
 
 
 def _value_axis(axes: Axes, comparisons: list[Comparison], attribute: str, factor: float) -> None:
@@ -166,15 +144,6 @@ def _mark_out_of_memory(axes: Axes, comparisons: list[Comparison]) -> None:
             )
 
 
-def _length_axis(axes: Axes, lengths: list[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.minorticks_off()
-    # Half an octave of room, so that a single length stands in the middle of an axis.
-    axes.set_xlim(min(lengths) / 1.5, max(lengths) * 1.5)
-    axes.set_xlabel("sequence length")
-
-
 def _bar(axes: Axes, index: int, comparison: Comparison) -> None:
     measured = comparison.speedup
     if measured is None:
@@ -188,38 +157,3 @@ def _bar(axes: Axes, index: int, comparison: Comparison) -> None:
     axes.annotate(
         numbers.ratio(measured.median), (index, measured.high), (0, 4), textcoords="offset points", ha="center"
     )
-
-
-def _styled() -> Any:
-    import matplotlib
-
-    return matplotlib.rc_context(_STYLE)
-
-
-def _new_figure(width_inches: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    # Narrow, so that 10 pt text is still readable when the plot is as wide as a phone.
-    return Figure(figsize=(width_inches, 3.5), layout="constrained")
-
-
-def _figure() -> tuple[Figure, Axes]:
-    figure = _new_figure(4.2)
-    axes = figure.subplots()
-    axes.grid(True, linewidth=0.6)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """The figure as an SVG element: ids begin with `name`, so that several fit into one page; no XML head, no links."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = svg.replace("xlink:href=", "href=").replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
-    prefix = re.sub(r"[^A-Za-z0-9_-]", "-", name)
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = svg.replace('href="#', f'href="#{prefix}-').replace("url(#", f"url(#{prefix}-")
-    return svg.strip() + "\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from html import escape
+from types import MappingProxyType
 
 from tileflash.compare.document import (
     Block,
@@ -31,9 +33,12 @@ _PAGE_COLOURS = {
 }
 
 
-def to_html(document: Document) -> str:
-    """The whole report as an HTML page."""
-    body = "\n".join(_block(block) for block in document.blocks)
+def to_html(
+    document: Document, colours: Mapping[str, str] = MappingProxyType(_PAGE_COLOURS), style: str = "", script: str = ""
+) -> str:
+    """The whole report as an HTML page. `colours`: what the plots' colours become; `style` and `script` are added to the page."""
+    body = "\n".join(_block(block, colours) for block in document.blocks)
+    code = f"<script>\n{script}</script>\n" if script else ""
     return f"""<!doctype html>
 <html lang="{_LANGUAGE_TAGS[document.language]}">
 <head>
@@ -42,7 +47,7 @@ def to_html(document: Document) -> str:
 <meta name="color-scheme" content="light dark">
 <title>{escape(document.title)}</title>
 <style>
-{STYLE}</style>
+{STYLE}{style}</style>
 </head>
 <body>
 <main>
@@ -52,12 +57,12 @@ def to_html(document: Document) -> str:
 </header>
 {body}
 </main>
-</body>
+{code}</body>
 </html>
 """
 
 
-def _block(block: Block) -> str:
+def _block(block: Block, colours: Mapping[str, str]) -> str:
     if isinstance(block, Heading):
         return f"<h{block.level}>{escape(block.text)}</h{block.level}>"
     if isinstance(block, Paragraph):
@@ -72,7 +77,7 @@ def _block(block: Block) -> str:
     if isinstance(block, Plots):
         # Three in a row where that leaves no hole, else two.
         columns = "three" if len(block.plots) % 3 == 0 else "two"
-        return f'<div class="plots {columns}">{"".join(map(_plot, block.plots))}</div>'
+        return f'<div class="plots {columns}">{"".join(_plot(plot, colours) for plot in block.plots)}</div>'
     return _table(block)
 
 
@@ -81,8 +86,8 @@ def _prose(text: str) -> str:
     return re.sub(r"--[a-z][a-z-]*", lambda match: f'<span class="flag">{match.group()}</span>', escape(text))
 
 
-def _plot(plot: Plot) -> str:
-    svg = recolour(plot.svg, _PAGE_COLOURS)
+def _plot(plot: Plot, colours: Mapping[str, str]) -> str:
+    svg = recolour(plot.svg, colours)
     # In a page an inline SVG needs no namespace, and without it the page holds no address at all.
     svg = svg.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
     label = escape(plot.caption, quote=True)

@@ -29,8 +29,14 @@ class Limits:
 
     @staticmethod
     def of(backends: Sequence[str]) -> Limits:
-        """The common part of what the backends declare. ValueError where they have no dtype in common."""
+        """The common part of what the backends declare. ValueError where they have no dtype in common, or one serves too little."""
         facts = [BACKENDS[name] for name in backends]
+        for fact in facts:
+            if fact.bands != "any" or fact.lse != "differentiable":
+                raise ValueError(
+                    f"--backend {fact.name}: fuzz draws windows, other lengths of queries than of keys, and gradients of the log-sum-exp, "
+                    f"which {fact.name} does not have"
+                )
         served = {name for name, feature in _FEATURES.items() if all(feature in fact.features for fact in facts)}
         if not any(fact.positive_scale for fact in facts):
             served.add("negative_scale")

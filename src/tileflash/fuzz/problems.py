@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -163,6 +164,7 @@ def from_json(text: str) -> Problem:
     known = {field.name for field in fields(Problem)}
     if unknown := sorted(set(record) - known):
         raise ValueError(f"a problem has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    _check_types(record)
     if "dtype" in record:
         if record["dtype"] not in DTYPES:
             raise ValueError(f"a problem's dtype must be one of {', '.join(DTYPES)}, got {record['dtype']!r}")
@@ -175,6 +177,44 @@ def from_json(text: str) -> Problem:
     problem = Problem(**record)
     check_problem(problem)
     return problem
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: Any, of: Callable[[Any], bool], length: int | None = None) -> bool:
+    return isinstance(value, (list, tuple)) and length in (None, len(value)) and all(of(each) for each in value)
+
+
+# What fields hold in JSON, besides words of which `check_problem` has lists: what it must be called, and whether it is that.
+_JSON_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("sq", "sk", "d", "dv", "batch", "heads", "kv_heads", "slack", "seed"), ("a whole number", _is_number)),
+    **dict.fromkeys(("spread", "offset"), ("a number", lambda value: _is_number(value) or isinstance(value, float))),
+    "options": ("a list of words", lambda value: _is_list(value, lambda each: isinstance(each, str))),
+    "window": (
+        "two bounds, each a number >= 0 or null",
+        lambda value: _is_list(value, lambda each: each is None or (_is_number(each) and each >= 0), 2),
+    ),
+    "lengths": (
+        "null or pairs of numbers >= 0",
+        lambda value: value is None
+        or _is_list(value, lambda pair: _is_list(pair, lambda each: _is_number(each) and each >= 0, 2)),
+    ),
+    "causal": (
+        'false, true, "top-left" or "bottom-right"',
+        lambda value: value in (False, True, "top-left", "bottom-right") and not _is_number(value),
+    ),
+    "dtype": ("a word", lambda value: isinstance(value, str)),
+    "with_lse": ("true or false", lambda value: isinstance(value, bool)),
+}  # fmt: skip
+
+
+def _check_types(record: dict[str, Any]) -> None:
+    for name, value in record.items():
+        wanted, is_right = _JSON_TYPES.get(name, ("", lambda value: True))
+        if not is_right(value):
+            raise ValueError(f"a problem's {name} must be {wanted}, got {json.dumps(value)}")
 
 
 def check_problem(problem: Problem) -> None:

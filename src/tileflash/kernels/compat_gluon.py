@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton._C.libtriton import ir
@@ -26,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tileflash.kernels.compat import bare_launcher
 
 __all__ = [
     "LAUNCH_OPTIONS",
@@ -135,7 +136,7 @@ class PreparedDescriptorLaunch:
             self.compiled = self.kernel[(self.grid_size,)](
                 *descriptors, *pointers, *self.scalars, **self.constants, **LAUNCH_OPTIONS
             )
-            self.launcher = _bare_launcher(self.compiled)
+            self.launcher = bare_launcher(self.compiled)
             return
         compiled = self.compiled
         stream = torch._C._cuda_getCurrentRawStream(device_index)
@@ -165,22 +166,3 @@ class PreparedDescriptorLaunch:
         encoded = make_tensordesc_arg(_Bound(tensor, self.described[i]), self.compiled.metadata.tensordesc_meta[i])
         kept[address] = encoded
         return encoded
-
-
-def _bare_launcher(compiled: Any) -> Any:
-    """The C function that starts `compiled`, beneath the wrapper that encodes descriptors anew at each launch; None where Triton's
-    launcher is not the one of 3.6, whose arguments are known."""
-    if not triton.__version__.startswith("3.6."):
-        return None
-    launcher = compiled.run
-    wrapper = launcher.launch
-    plain = not (
-        launcher.global_scratch_size
-        or launcher.profile_scratch_size
-        or launcher.launch_cooperative_grid
-        or launcher.launch_pdl
-    )
-    names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
-    if not plain or "launcher" not in names:
-        return None
-    return wrapper.__closure__[names.index("launcher")].cell_contents

@@ -15,7 +15,7 @@ class Options(NamedTuple):
         alibi_slopes: [Hq] or [B, Hq]; slope * |i + shift - j| is taken from the logit of query i and key j.
         sinks: [Hq], logits of keys without a value that every query sees.
         rng: int64 [2], seed and offset of the dropout.
-        query_ids, key_ids: int32 [B, Sq], [B, Sk]; a query sees keys of its own number only.
+        query_ids, key_ids: int32 or int64 [B, Sq], [B, Sk]; a query sees keys of its own number only.
         prefix_lengths: int32 [B]; every query sees this many first keys, whatever the band says.
         cu_seqlens_q, cu_seqlens_k: int32 [N + 1]; tensors hold N packed sequences: q [1, total, Hq, D], lse [1, Hq, total].
         max_seqlen_q, max_seqlen_k: no packed sequence is longer; 0 where nobody said.

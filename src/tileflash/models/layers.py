@@ -67,11 +67,13 @@ class RotaryEmbedding(nn.Module):
         inverse = inverse_frequencies(self.head_dim, self.theta, self.scaling)
         self.inverse_frequency_bits.copy_(inverse.view(torch.int32))
 
-    def forward(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) for positions 0 ... length - 1, each [length, 1, head_dim] float32, for `operators.rotary`."""
+    def forward(self, length: int, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) for `positions` (int64 [length]; None: 0 ... length - 1), each [length, 1, head_dim] float32, for
+        `operators.rotary`."""
         inverse = self.inverse_frequency_bits.view(torch.float32)  # [D / 2]
-        positions = torch.arange(length, device=inverse.device, dtype=torch.float32)
-        angles = positions[:, None] * inverse  # [S, D / 2]
+        if positions is None:
+            positions = torch.arange(length, device=inverse.device, dtype=torch.float32)
+        angles = positions.float()[:, None] * inverse  # [S, D / 2]
         cos, sin = angles.cos(), angles.sin()
         # The sine carries the minus sign of the rotation, which saves a negation per layer.
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]

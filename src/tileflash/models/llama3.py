@@ -80,19 +80,27 @@ class Llama3(nn.Module):
         """[padded_vocab_size, n_embd]: what a fused or chunked loss multiplies the features with."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens int64 [B, S] at `positions` -> what goes into the first layer [B, S, n_embd]; see `features`."""
+        require_length(tokens.shape[1], self.config.max_sequence_length)
+        return self.embedding(tokens)
+
+    def layer_inputs(self, length: int, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """What every layer takes beside the residual stream: cosines and sines of `length` positions."""
+        return self.rotary(length, positions)
+
+    def features(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """tokens int64 [B, S] -> the normed output of the last layer [B, S, n_embd].
 
-        Raises ValueError when S is above max_sequence_length.
+        `positions`: int64 [S], where in their sequence the tokens stand; None: 0, 1, 2, ... Raises ValueError when S is above
+        max_sequence_length.
         """
-        length = tokens.shape[1]
-        require_length(length, self.config.max_sequence_length)
-        cos, sin = self.rotary(length)
-        x = self.embedding(tokens)
+        inputs = self.layer_inputs(tokens.shape[1], positions)
+        x = self.embed(tokens, positions)
         update = None
         for layer in self.layers:
-            x, update = layer(x, update, cos, sin)
+            x, update = layer(x, update, *inputs)
         return self.norm(x, update)[1]
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return vocabulary_logits(self.features(tokens), self.head_weight, self.config.vocab_size)
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        return vocabulary_logits(self.features(tokens, positions), self.head_weight, self.config.vocab_size)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tileflash.parallel.model import ParallelModel
+from tileflash.parallel.pipeline import layers_of_stages
 from tileflash.parallel.ranks import Ranks
 from tileflash.parallel.tensor import qkv_order
 
@@ -37,27 +38,48 @@ class Piece:
 
 
 class Pieces:
-    """All weights of a cut model, in its order."""
+    """All weights of this rank's stages, in the model's order. `shapes` has those of the whole model, by name."""
 
     def __init__(self, model: ParallelModel, ranks: Ranks, shapes: dict[str, torch.Size]) -> None:
         """`shapes`: of each weight as it was before the cut."""
+        self.shapes = shapes
         self._ranks, self._layout = ranks, ranks.layout
-        order = qkv_order(model.model, self._layout.tensor) if self._layout.tensor > 1 else None
-        self._pieces = []
-        for name, weight in model.model.named_parameters():
-            tensor_dim = _tensor_dim(weight)
-            copies = 1 if tensor_dim is not None else self._layout.tensor
-            copies *= 1 if self._layout.shards_weights else self._layout.data
-            piece_order = order if ".attention.qkv." in name else None
-            local = nn.Parameter(_local(weight.detach()))
-            self._pieces.append(Piece(name, weight, local, shapes[name], tensor_dim, piece_order, copies))
+        self._layers = layers_of_stages(model.config.n_layer, self._layout)
+        order = qkv_order(model.config, self._layout.tensor) if self._layout.tensor > 1 else None
+        self._shared = "embedding.weight" if model.config.tied and self._layout.pipeline > 1 else None
+        own: dict[str, Piece] = {}
+        for stage in model.stages:
+            for name, weight in stage.model.named_parameters():  # type: ignore[union-attr]
+                tensor_dim = _tensor_dim(weight)
+                copies = 1 if tensor_dim is not None else self._layout.tensor
+                copies *= 1 if self._layout.shards_weights else self._layout.replicas
+                copies *= 2 if name == self._shared else 1
+                piece_order = order if ".attention.qkv." in name else None
+                local = nn.Parameter(_local(weight.detach()))
+                own[name] = Piece(name, weight, local, shapes[name], tensor_dim, piece_order, copies)
+        self._own = {name: own[name] for name in shapes if name in own}
 
     def __iter__(self) -> Iterator[Piece]:
-        return iter(self._pieces)
+        return iter(self._own.values())
+
+    def get(self, name: str) -> Piece | None:
+        """The piece of that weight, None: this rank's stages have none."""
+        return self._own.get(name)
+
+    def pipeline_rank(self, name: str) -> int:
+        """The first pipeline rank that has the weight."""
+        layout = self._layout
+        if name.startswith(("norm.", "head.")):
+            return layout.pipeline - 1
+        if not name.startswith("layers."):
+            return 0
+        number = int(name.split(".")[1])
+        stage = next(stage for stage, layers in enumerate(self._layers) if number in layers)
+        return stage % layout.pipeline
 
     def take_gradients(self) -> None:
         """Move the gradients from the model's weights to the parts that the optimizer works on."""
-        for piece in self._pieces:
+        for piece in self:
             gradient = piece.weight.grad
             if isinstance(gradient, DTensor):
                 assert isinstance(piece.weight, DTensor)
@@ -65,17 +87,25 @@ class Pieces:
                     gradient = gradient.redistribute(placements=piece.weight.placements)
             piece.local.grad = None if gradient is None else _local(gradient)
             piece.weight.grad = None
+        self._add_shared()
+
+    def _add_shared(self) -> None:
+        """The first and the last stage each have a part of a tied embedding's gradient: both get the sum, with the same bits."""
+        piece = None if self._shared is None else self._own.get(self._shared)
+        if piece is not None:
+            assert piece.local.grad is not None  # both stages always use it
+            dist.all_reduce(piece.local.grad, group=self._ranks.tied_group)
 
     def gradient_norm_and_loss(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the whole gradient, loss of all data ranks), fp32, the same bits on all ranks.
+        """(norm of the whole gradient, loss of all ranks), fp32, the same bits on all ranks.
 
-        `loss`: this data rank's part, the same on its tensor ranks. One message for both; every number of the gradient
-        counts once, however many ranks hold it.
+        `loss`: this rank's tokens' part, the same on its tensor ranks and 0 on all pipeline ranks but one. One message for both; every
+        number of the gradient counts once, however many ranks hold it.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=loss.device)
         sums[0] = loss / self._layout.tensor
-        for copies in {piece.copies for piece in self._pieces}:
-            gradients = [p.local.grad for p in self._pieces if p.copies == copies and p.local.grad is not None]
+        for copies in {piece.copies for piece in self}:
+            gradients = [p.local.grad for p in self if p.copies == copies and p.local.grad is not None]
             if gradients:
                 norms = torch.stack(torch._foreach_norm(gradients))
                 sums[1] += norms.double().square().sum() / copies
@@ -83,10 +113,11 @@ class Pieces:
         return sums[1].sqrt().float(), sums[0].float()
 
     def gather(self, piece: Piece, local: torch.Tensor) -> torch.Tensor:
-        """The whole of which `local` (a weight or a moment of it) is this rank's part. All ranks must call."""
+        """The whole of which `local` (a weight or a moment of it) is this rank's part. All ranks that have parts of it must call, one
+        pipeline rank's at a time or all."""
         layout, part = self._layout, local
         if layout.shards_weights:
-            part = _gathered(part, self._tensor_part_rows(piece), 0, self._ranks.data_group, layout.data)
+            part = _gathered(part, self._tensor_part_rows(piece), 0, self._ranks.replica_group, layout.replicas)
         if piece.tensor_dim is not None:
             part = _gathered(
                 part, piece.shape[piece.tensor_dim], piece.tensor_dim, self._ranks.tensor_group, layout.tensor
@@ -103,7 +134,7 @@ class Pieces:
         if piece.tensor_dim is not None:
             part = _cut(part, piece.tensor_dim, self._layout.tensor, self._ranks.tensor_rank)
         if self._layout.shards_weights:
-            part = _cut(part, 0, self._layout.data, self._ranks.data_rank)
+            part = _cut(part, 0, self._layout.replicas, self._ranks.replica_rank)
         local.copy_(part)
 
     def _tensor_part_rows(self, piece: Piece) -> int:

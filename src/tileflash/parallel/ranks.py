@@ -18,7 +18,7 @@ import torch
 from tileflash.parallel.layout import SINGLE, Layout
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
@@ -32,6 +32,11 @@ def world_size_from_environment() -> int | None:
         return None
     size = int(os.environ["WORLD_SIZE"])
     return size if size > 1 else None
+
+
+def restarts_from_environment() -> int:
+    """How often torchrun (--max-restarts) has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 class Alone(AbstractContextManager["Alone"]):
@@ -58,8 +63,9 @@ class Alone(AbstractContextManager["Alone"]):
 class Ranks(AbstractContextManager["Ranks"]):
     """This process among the others, while in force.
 
-    `mesh` has the dimensions "replicate", "shard", "tensor": data ranks lie along "shard" where they share weights
-    (ZeRO 1 to 3), else along "replicate". A process group that is there already is used and left as it is.
+    `mesh` has the dimensions "pipeline", "replicate", "shard", "tensor": data and context ranks together lie along "shard" where
+    they share weights (ZeRO 1 to 3), else along "replicate". `token_mesh` has "pipeline", "data", "context", "tensor": who has which
+    tokens. A process group that is there already is used and left as it is.
     """
 
     def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
@@ -69,13 +75,36 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._device_type, self._timeout_s = device_type, timeout_s
         self._owns_group = False
         self.mesh: DeviceMesh
+        self.token_mesh: DeviceMesh
         self.data_group: ProcessGroup
+        self.replica_group: ProcessGroup
         self.tensor_group: ProcessGroup
+        self.pipeline_group: ProcessGroup
+        self.tied_group: ProcessGroup | None = None  # of the first and last pipeline ranks, which may share a weight
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which of the `layout.pipeline` parts of the layers is this rank's."""
+        return self.rank // (self.layout.tensor * self.layout.replicas)
+
+    @property
+    def replica_rank(self) -> int:
+        """Which of the `layout.replicas` this is: data ranks' context ranks are neighbours."""
+        return self.rank // self.layout.tensor % self.layout.replicas
+
+    def first_of(self, pipeline_rank: int) -> int:
+        """The number of the first rank that has that part of the layers."""
+        return pipeline_rank * self.layout.tensor * self.layout.replicas
 
     @property
     def data_rank(self) -> int:
         """Which of the `layout.data` shares of the samples is this rank's."""
-        return self.rank // self.layout.tensor
+        return self.replica_rank // self.layout.context
+
+    @property
+    def context_rank(self) -> int:
+        """Which of the `layout.context` parts of each sequence is this rank's."""
+        return self.replica_rank % self.layout.context
 
     @property
     def tensor_rank(self) -> int:
@@ -92,17 +121,41 @@ class Ranks(AbstractContextManager["Ranks"]):
             torch.cuda.set_device(self.local_rank)  # before NCCL looks for its GPU
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(
+                backend, store=self._store(timeout), rank=self.rank, world_size=layout.ranks, timeout=timeout
+            )
             self._owns_group = True
-        shape = (1, layout.data) if layout.shards_weights else (layout.data, 1)
-        names = ("replicate", "shard", "tensor")
-        self.mesh = init_device_mesh(self._device_type, (*shape, layout.tensor), mesh_dim_names=names)
-        self.data_group = self.mesh.get_group("shard" if layout.shards_weights else "replicate")
+        shape = (1, layout.replicas) if layout.shards_weights else (layout.replicas, 1)
+        names = ("pipeline", "replicate", "shard", "tensor")
+        token_names = ("pipeline", "data", "context", "tensor")
+        self.mesh = init_device_mesh(self._device_type, (layout.pipeline, *shape, layout.tensor), mesh_dim_names=names)
+        sizes = (layout.pipeline, layout.data, layout.context, layout.tensor)
+        self.token_mesh = init_device_mesh(self._device_type, sizes, mesh_dim_names=token_names)
+        self.replica_group = self.mesh.get_group("shard" if layout.shards_weights else "replicate")
         self.tensor_group = self.mesh.get_group("tensor")
+        self.data_group = self.token_mesh.get_group("data")
+        self.pipeline_group = self.mesh.get_group("pipeline")
+        if layout.pipeline > 1:
+            ends = [[rank, self.first_of(layout.pipeline - 1) + rank] for rank in range(self.first_of(1))]
+            group, _ = dist.new_subgroups_by_enumeration(ends, timeout=timeout)
+            self.tied_group = group if isinstance(group, dist.ProcessGroup) else None
         if self._owns_group:
-            for name in names:  # a mesh gives its groups PyTorch's default, up to half an hour
-                _set_pg_timeout(timeout, self.mesh.get_group(name))
+            for mesh, dimensions in ((self.mesh, names), (self.token_mesh, token_names)):
+                for name in dimensions:  # a mesh gives its groups PyTorch's default, up to half an hour
+                    _set_pg_timeout(timeout, mesh.get_group(name))
         return self
+
+    def _store(self, timeout: timedelta) -> Store:
+        """Where the ranks leave their addresses for each other, by torchrun's environment."""
+        import torch.distributed as dist
+
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun's agent keeps one store for all its restarts, and PyTorch believes that it makes a new one each time (2.13): a rank
+        # could then take the address of one that has died for its successor's, and wait for it. Agents of several hosts may count
+        # differently, and need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead.
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == self.layout.ranks:
+            store = dist.PrefixStore(f"attempt_{restarts_from_environment()}", store)
+        return store
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -22,12 +22,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.func import functional_call
 
-from tileflash.models import GPT2, Model
+from tileflash.models import GPT2, Model, ModelConfig
 
 
-def qkv_order(model: Model, tensor: int) -> torch.Tensor:
+def qkv_order(config: ModelConfig, tensor: int) -> torch.Tensor:
     """int64 [rows of qkv]: the row that belongs at each place so that equal cuts give each rank its heads' q, k and v."""
-    config, head = model.config, model.config.head_dim
+    head = config.head_dim
     counts = (config.n_head, config.n_kv_head, config.n_kv_head)
     blocks, start = [], 0
     for heads in counts:
@@ -44,7 +44,7 @@ def cut_model(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> Non
     weights must be the same on all ranks.
     """
     tensor = mesh.size()
-    order = qkv_order(model, tensor).to(model.embedding.weight.device)
+    order = qkv_order(model.config, tensor).to(model.embedding.weight.device)
     between = Shard(1) if sequence_parallel else Replicate()
     for layer in model.layers:
         attention: Any = layer.attention

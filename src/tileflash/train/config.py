@@ -56,6 +56,11 @@ class TrainConfig:
         False, "use tileflash.attention; without it, the unfused chain of small operators (the baseline)", "Attention"
     )
     attention_backend: str = _option("auto", "with --flash: the backend, by name; auto takes the best one", "Attention")
+    separate_documents: bool = _option(
+        False,
+        "with --flash: a token sees only its own document, which begins at the tokenizer's begin-of-text token (GPT-2: end-of-text)",
+        "Attention",
+    )
 
     fused_operators: bool = _option(
         False,
@@ -116,7 +121,7 @@ class TrainConfig:
     )
     zero_stage: int = _option(
         0,
-        "what data ranks hold one part each of, not a copy each: 1 the optimizer's moments and the weights between "
+        "what data (and context) ranks hold one part each of, not a copy each: 1 the optimizer's moments and the weights between "
         "steps, 2 also the gradients between micro-batches, 3 also the weights between layers",
         "Parallel",
         minimum=0,
@@ -125,6 +130,23 @@ class TrainConfig:
     tensor_parallel: int = _option(1, "ranks that share each layer: heads, columns, vocabulary", "Parallel", minimum=1)
     sequence_parallel: bool = _option(
         False, "tensor ranks also share what lies between the products, along the sequence", "Parallel"
+    )
+    pipeline_parallel: int = _option(1, "ranks that share the layers, a run of them each", "Parallel", minimum=1)
+    pipeline_schedule: str = _option(
+        "1f1b",
+        "in which order: gpipe, 1f1b, interleaved (two runs of layers a rank) or zb (the same, and the gradients of weights are "
+        "computed where a rank would wait)",
+        "Parallel",
+        choices=("gpipe", "1f1b", "interleaved", "zb"),
+    )
+    context_parallel: int = _option(
+        1, "ranks that share each sequence, along its length; needs --flash", "Parallel", minimum=1
+    )
+    context_parallel_kind: str = _option(
+        "ring",
+        "how: ring (keys go round, memory is divided) or ulysses (heads are exchanged; they must divide)",
+        "Parallel",
+        choices=("ring", "ulysses"),
     )
     rank_timeout: float = _option(
         600.0,
@@ -191,6 +213,8 @@ class TrainConfig:
             raise ValueError(
                 f'attention_backend is "{self.attention_backend}" and flash is off: the baseline has no backends; add --flash'
             )
+        if self.separate_documents and not self.flash:
+            raise ValueError("separate_documents is set and flash is off: the baseline has no documents; add --flash")
         if self.tokenizer == "llama3" and self.tokenizer_path is None:
             raise ValueError("tokenizer is llama3 and tokenizer_path is not set: it must name the tokenizer.model file")
 
@@ -207,7 +231,7 @@ class TrainConfig:
             )
 
     def _check_parallel(self) -> None:
-        if self.zero_stage and self.data_parallel == 1:
+        if self.zero_stage and self.data_parallel * self.context_parallel == 1:
             raise ValueError(
                 f"zero_stage is {self.zero_stage} and data_parallel is 1: there are no data ranks to share anything"
             )
@@ -215,7 +239,12 @@ class TrainConfig:
             raise ValueError(
                 "sequence_parallel is set and tensor_parallel is 1: there are no ranks to share a sequence"
             )
-        if self.cuda_graph and self.data_parallel * self.tensor_parallel > 1:
+        if self.context_parallel > 1 and not self.flash:
+            raise ValueError(
+                f"context_parallel is {self.context_parallel} and flash is off: the baseline needs whole sequences; add --flash"
+            )
+        parallel = (self.data_parallel, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
+        if self.cuda_graph and math.prod(parallel) > 1:
             raise ValueError("cuda_graph is set: steps of several ranks are not captured; it must be off")
 
     def _check_output(self) -> None:

@@ -20,10 +20,11 @@ class Output(AbstractContextManager["Output"]):
     holds the directory, or if it has checkpoints that this run, not resuming them, would mix with its own.
     """
 
-    def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, say: Callable[[str], None], *, restarted: bool = False) -> None:
+        """`restarted`: this is the same run, started again after a fault: it resumes its own checkpoints unasked."""
         self.path = None if config.output is None else Path(config.output)
         self.checkpoint: Path | None = None
-        self._config = config
+        self._config, self._restarted = config, restarted
         self._say = say
         self._lock: IO[str] | None = None
 
@@ -68,14 +69,14 @@ class Output(AbstractContextManager["Output"]):
         remove_leftovers(path)
 
     def _find(self) -> Path | None:
-        if self._config.resume and self.path is not None:
+        there = checkpoints(self.path) if self.path is not None else []
+        if self.path is not None and (self._config.resume or (self._restarted and there)):
             found = find_checkpoint(self.path, self._say)
             if found is None:
                 self._say(f"{self.path} has no checkpoint yet: starting at step 0")
             else:
                 remove_after(self.path, int(found.name.rpartition("_")[2]))
             return found
-        there = checkpoints(self.path) if self.path is not None else []
         if there:
             raise ValueError(
                 f"output is {self.path}: it has checkpoints (the last of step {there[-1][0]}); add --resume to go on "

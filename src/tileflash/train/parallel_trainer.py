@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tileflash.models import AttentionFunction
+from tileflash.parallel.attention import ContextAttention
 from tileflash.parallel.model import ParallelModel
 from tileflash.parallel.pieces import Piece, Pieces
 from tileflash.parallel.ranks import Ranks
@@ -22,7 +25,7 @@ from tileflash.train.optimizer import optimizer_of, set_learning_rate
 from tileflash.train.setup import Setup
 from tileflash.train.state import MOMENTS, apply_random_states, random_states
 from tileflash.train.step import IGNORED_TARGET, apply_gradients, token_loss_sum
-from tileflash.train.trainer import Trainer
+from tileflash.train.trainer import Trainer, TrainResult
 
 
 class ParallelTrainer(Trainer):
@@ -50,11 +53,23 @@ class ParallelTrainer(Trainer):
         model = self._whole_model(from_start=from_start)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.model = ParallelModel(
-            model, self.ranks, loss_sum=token_loss_sum, ignored=IGNORED_TARGET, dtype=self.setup.dtype
+            model,
+            self.ranks,
+            loss_sum=token_loss_sum,
+            ignored=IGNORED_TARGET,
+            dtype=self.setup.dtype,
+            documents=self.documents,
         )
         self.pieces = Pieces(self.model, self.ranks, shapes)
         parameters = [piece.local for piece in self.pieces]
         self.optimizer = optimizer_of(parameters, self.config.learning_rate, self.config.weight_decay)
+
+    def _attention(self) -> AttentionFunction:
+        layout, whole = self.ranks.layout, self.setup.attention
+        if layout.context == 1:
+            return whole
+        mesh = self.ranks.token_mesh["context"]
+        return ContextAttention(mesh, layout.context_kind, whole, self.config.attention_backend)
 
     def _open_data(self) -> DataSource:
         return DataSource(
@@ -66,6 +81,12 @@ class ParallelTrainer(Trainer):
             data_sum=self.ranks.data_sum,
         )
 
+    def run(self, interrupt: Interrupt) -> TrainResult:
+        with warnings.catch_warnings():
+            # A layer gives a view; what FSDP2 warns of would be to change it in place, which nothing here does.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+            return super().run(interrupt)
+
     def _interrupted(self, interrupt: Interrupt) -> bool:
         requested = self.ranks.any(interrupt.requested)
         if requested and not interrupt.requested:
@@ -74,13 +95,7 @@ class ParallelTrainer(Trainer):
 
     def _compute(self, batch: StepBatch, rate: float) -> torch.Tensor:
         set_learning_rate(self.optimizer, rate)
-        loss = torch.zeros((), device=self.setup.device)
-        last = len(batch.tokens) - 1
-        for index, (tokens, targets) in enumerate(zip(batch.tokens, batch.targets, strict=True)):
-            self.model.before_micro_batch(index == last)
-            part = self.model(tokens, targets) / max(batch.valid_tokens, 1)
-            part.backward()
-            loss += part.detach()
+        loss = self.model.step(batch.tokens, batch.targets, max(batch.valid_tokens, 1))
         self.pieces.take_gradients()
         norm, loss = self.pieces.gradient_norm_and_loss(loss)
         return apply_gradients(
@@ -107,8 +122,10 @@ class ParallelTrainer(Trainer):
             tokens, targets = (part.to(device) for part in batches[index if counts else -1])
             loss = self.model(tokens, targets)
             if counts:
-                sums += torch.stack([loss.double(), (targets != IGNORED_TARGET).sum().double()])
-        dist.all_reduce(sums, group=ranks.data_group)
+                # Of a sequence that several ranks share each has a part of the loss; its tokens are counted once.
+                valid = (targets != IGNORED_TARGET).sum().double() / ranks.layout.context
+                sums += torch.stack([loss.double(), valid])
+        dist.all_reduce(sums, group=ranks.replica_group)
         self.logs.validation(self.step, float(sums[0] / sums[1]))
 
     def _write_sample(self) -> None:
@@ -122,22 +139,42 @@ class ParallelTrainer(Trainer):
     def _gather_tensors(self) -> dict[str, torch.Tensor]:
         """On the first rank weights and moments, whole, in its host's memory; on others nothing."""
         tensors: dict[str, torch.Tensor] = {}
-        for piece, names in self._stored():
-            for name, local in names.items():
-                whole = local if local.dim() == 0 and name.endswith(".step") else self.pieces.gather(piece, local)
-                if self.ranks.is_first:
-                    tensors[name] = whole.detach().cpu()
+        ranks = self.ranks
+        for name, piece, stored in self._stored():
+            owner = self.pieces.pipeline_rank(name)
+            for key, local in stored.items():
+                whole = None
+                if piece is not None and local is not None and ranks.pipeline_rank == owner:
+                    whole = local if key.endswith(".step") else self.pieces.gather(piece, local)
+                if owner > 0 and ranks.rank == ranks.first_of(owner):
+                    assert whole is not None
+                    dist.send(whole, dst=0)
+                if ranks.is_first:
+                    if whole is None:
+                        whole = self._empty_like_whole(name, key)
+                        dist.recv(whole, src=ranks.first_of(owner))
+                    tensors[key] = whole.detach().cpu()
         return tensors
 
-    def _stored(self) -> Iterator[tuple[Piece, dict[str, torch.Tensor]]]:
-        """This rank's part of all that a checkpoint holds of each weight, by name; moments are made if there are none."""
-        for piece in self.pieces:
-            moments = self.optimizer.state[piece.local]
-            if not moments:
-                moments["step"] = torch.zeros((), dtype=torch.float32, device=piece.local.device)
-                moments.update({moment: torch.zeros_like(piece.local.detach()) for moment in MOMENTS})
-            names = {f"optimizer.{piece.name}.{key}": moments[key] for key in ("step", *MOMENTS)}
-            yield piece, {f"model.{piece.name}": piece.local.detach(), **names}
+    def _stored(self) -> Iterator[tuple[str, Piece | None, dict[str, torch.Tensor | None]]]:
+        """For each weight of the model its name, this rank's piece and its part of all that a checkpoint holds, by name: None, the
+        weight is another pipeline rank's. Moments are made if there are none."""
+        for name in self.pieces.shapes:
+            piece = self.pieces.get(name)
+            stored: dict[str, torch.Tensor | None] = {f"model.{name}": None}
+            stored.update({f"optimizer.{name}.{key}": None for key in ("step", *MOMENTS)})
+            if piece is not None:
+                moments = self.optimizer.state[piece.local]
+                if not moments:
+                    moments["step"] = torch.zeros((), dtype=torch.float32, device=piece.local.device)
+                    moments.update({moment: torch.zeros_like(piece.local.detach()) for moment in MOMENTS})
+                stored = {f"optimizer.{name}.{key}": moments[key] for key in ("step", *MOMENTS)}
+                stored = {f"model.{name}": piece.local.detach(), **stored}
+            yield name, piece, stored
+
+    def _empty_like_whole(self, name: str, key: str, device: torch.device | None = None) -> torch.Tensor:
+        shape = () if key.endswith(".step") else self.pieces.shapes[name]
+        return torch.empty(shape, dtype=torch.float32, device=self.setup.device if device is None else device)
 
     def _write_checkpoint(self, output: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
         def write() -> Path:
@@ -153,23 +190,23 @@ class ParallelTrainer(Trainer):
         tensors: dict[str, torch.Tensor] = {}
 
         def read() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-            for piece, names in self._stored():
-                for name in names:
-                    shape = () if name.endswith(".step") else piece.shape
-                    tensors[name] = torch.zeros(shape, dtype=torch.float32)
+            for name, _, stored in self._stored():
+                for key in stored:
+                    tensors[key] = self._empty_like_whole(name, key, torch.device("cpu")).zero_()
             same_device = read_state(checkpoint)["device"] == device.type
             random = random_states(device) if same_device else {}
             return load_checkpoint(checkpoint, tensors | random), random
 
         state, random = self.ranks.share(self.ranks.first(read))
-        for piece, names in self._stored():
-            for name, local in names.items():
-                scalar = name.endswith(".step")
-                whole = torch.empty(() if scalar else piece.shape, dtype=torch.float32, device=device)
+        for name, piece, stored in self._stored():
+            for key, local in stored.items():
+                whole = self._empty_like_whole(name, key)
                 if self.ranks.is_first:
-                    whole.copy_(tensors.pop(name))
+                    whole.copy_(tensors.pop(key))
                 dist.broadcast(whole, src=0)
-                if scalar:
+                if piece is None or local is None:
+                    continue
+                if key.endswith(".step"):
                     local.copy_(whole)
                 else:
                     self.pieces.scatter(piece, whole, local)

@@ -16,7 +16,7 @@ import torch
 from tileflash.environment import environment
 from tileflash.models import parameter_count
 from tileflash.parallel.layout import Layout
-from tileflash.parallel.ranks import Alone, Ranks, join
+from tileflash.parallel.ranks import Alone, Ranks, join, restarts_from_environment
 from tileflash.train.checkpoint import read_state
 from tileflash.train.config import TrainConfig
 from tileflash.train.errors import RankLostError, TrainingOutOfMemoryError, is_out_of_memory, out_of_memory_message
@@ -37,13 +37,23 @@ _DEFAULTS = {
 
 def run(config: TrainConfig) -> TrainResult:
     """See `tileflash.train.train`."""
-    layout = Layout(config.data_parallel, config.tensor_parallel, config.sequence_parallel, config.zero_stage)
+    layout = Layout(
+        data=config.data_parallel,
+        tensor=config.tensor_parallel,
+        sequence_parallel=config.sequence_parallel,
+        zero_stage=config.zero_stage,
+        context=config.context_parallel,
+        context_kind=config.context_parallel_kind,
+        pipeline=config.pipeline_parallel,
+        schedule=config.pipeline_schedule,
+    )
+    layout.check_micro_batches(config.micro_batches)
     ranks = join(layout, functools.partial(rank_device, config.device), config.rank_timeout)
     terminal = (Terminal if ranks.is_first else Silence)(config.num_iteration, layout.label)
     with ExitStack() as stack:
         stack.enter_context(_deterministic(config.deterministic))
         stack.enter_context(ranks)
-        output = Output(config, terminal.say)
+        output = Output(config, terminal.say, restarted=restarts_from_environment() > 0)
         ranks.first(lambda: stack.enter_context(output))
         setup = ranks.in_turn(lambda: prepare_setup(config, layout, ranks.local_rank))
         checkpoint: Path | None = ranks.share(output.checkpoint)
@@ -143,7 +153,8 @@ def _introduce(config: TrainConfig, setup: Setup, logs: Logs, ranks: Alone | Ran
     dtype = str(setup.dtype).removeprefix("torch.")
     where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "CPU"
     logs.say(f"model: {config.model}, {parameter_count(setup.model):,} parameters, {dtype} on {where}")
-    logs.say(f"attention: {setup.attention_name}")
+    documents = "" if setup.document_start is None else f", of documents that begin at token {setup.document_start}"
+    logs.say(f"attention: {setup.attention_name}{documents}")
     if config.fused_operators:
         logs.say("operators: fused, and logits never whole (docs/operators.md)")
     layout = ranks.layout

@@ -25,7 +25,10 @@ _BYTES_VOCABULARY = 257
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run consists of, all of it checked. `attention_name` says in words what computes attention."""
+    """What a run consists of, all of it checked. `attention_name` says in words what computes attention.
+
+    `document_start`: the token at which documents begin that do not see each other; None: they do.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -33,6 +36,7 @@ class Setup:
     model: ModelConfig
     attention: AttentionFunction
     attention_name: str
+    document_start: int | None
     operators: LayerOperators
     loss_function: LossFunction
     tokenizer: Tokenizer | None
@@ -58,9 +62,9 @@ def prepare_setup(config: TrainConfig, layout: Layout = SINGLE, local_rank: int 
         )
     tokenizer = _tokenizer(config, model.vocab_size)
     training, validation = open_data(config, tokenizer, model.vocab_size)
-    attention, attention_name = _attention(config, model, device, dtype, layout.tensor)
+    attention, attention_name = _attention(config, model, device, dtype, layout)
     return Setup(
-        device, dtype, cuda_graph, model, attention, attention_name, *_operators(config),
+        device, dtype, cuda_graph, model, attention, attention_name, _document_start(config, tokenizer), *_operators(config),
         tokenizer, training, validation, tuple(notes),
     )  # fmt: skip
 
@@ -191,9 +195,10 @@ def _stored_model(name: str, path: str) -> ModelConfig:
 def _tokenizer(config: TrainConfig, vocab_size: int) -> Tokenizer | None:
     """The tokenizer asked for; else the one the data was made with; else the one that fits the vocabulary.
 
-    None where the run has no use for one, or there is none: only the demo corpus and samples of text need it.
+    None where the run has no use for one, or there is none: only the demo corpus, samples of text and documents need it.
     """
-    if config.tokenizer is None and config.input_bin is not None and not config.sample_every:
+    needless = not config.sample_every and not config.separate_documents
+    if config.tokenizer is None and config.input_bin is not None and needless:
         return None
     name = config.tokenizer
     if name is None and config.input_bin is not None:
@@ -213,23 +218,40 @@ def _tokenizer(config: TrainConfig, vocab_size: int) -> Tokenizer | None:
 
 
 def _attention(
-    config: TrainConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, tensor_ranks: int
+    config: TrainConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, layout: Layout
 ) -> tuple[AttentionFunction, str]:
     if not config.flash:
         return unfused_attention, "unfused chain of small operators (the baseline; --flash for fused kernels)"
     import tileflash
 
     backend = config.attention_backend
+    ring = layout.context > 1 and layout.context_kind == "ring"
+    length = config.sequence_length // layout.context if ring else config.sequence_length
+    ranks = layout.tensor if ring else layout.tensor * layout.context
 
     def example(heads: int) -> torch.Tensor:  # [B, S, H, D], of no size in memory
         one_head = torch.empty(model.head_dim, device=device, dtype=dtype, requires_grad=True)
-        return one_head.expand(config.batch_size, config.sequence_length, heads, model.head_dim)
+        return one_head.expand(config.batch_size, length, max(heads // ranks, 1), model.head_dim)
 
-    q, k, v = (example(heads // tensor_ranks) for heads in (model.n_head, model.n_kv_head, model.n_kv_head))
-    explanation = tileflash.explain(q, k, v, causal=True, backend=backend)
+    q, k, v = (example(heads) for heads in (model.n_head, model.n_kv_head, model.n_kv_head))
+    ids = torch.zeros(q.shape[:2], dtype=torch.int32, device=device) if config.separate_documents else None
+    explanation = tileflash.explain(q, k, v, causal=True, backend=backend, return_lse=ring, document_ids=ids)
     if explanation.choice is None:  # told before anything is built
         raise ValueError(f'attention_backend is "{backend}": {explanation}')
-    return functools.partial(tileflash.attention, backend=backend), f"tileflash.attention: {explanation.choice}"
+    name = f"tileflash.attention: {explanation.choice}"
+    if layout.context > 1:
+        name += f", {'a ring' if ring else 'Ulysses'} of {layout.context} ranks"
+    return functools.partial(tileflash.attention, backend=backend), name
+
+
+def _document_start(config: TrainConfig, tokenizer: Tokenizer | None) -> int | None:
+    if not config.separate_documents:
+        return None
+    if tokenizer is None:
+        raise ValueError(
+            "separate_documents is set and no tokenizer says with which token they begin: name it with --tokenizer"
+        )
+    return tokenizer.begin_of_text
 
 
 def _operators(config: TrainConfig) -> tuple[LayerOperators, LossFunction]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tileflash.models import Model, build_model
+from tileflash.models import AttentionFunction, Model, build_model
+from tileflash.parallel.attention import DocumentAttention
 from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpoint
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch
@@ -69,6 +70,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model: nn.Module
         self.optimizer: torch.optim.AdamW
+        self.documents: DocumentAttention | None = None
         self._build(from_start=checkpoint is None)
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -78,18 +80,27 @@ class Trainer:
 
     def _build(self, *, from_start: bool) -> None:
         """Make model and optimizer."""
-        self.model = self._whole_model(from_start=from_start)
+        self.model = model = self._whole_model(from_start=from_start)
+        if self.documents is not None:
+            # Whatever calls the model, its tokens go through here.
+            model.embedding.register_forward_pre_hook(self.documents.look_at)
         self.optimizer = build_optimizer(self.model, self.config.learning_rate, self.config.weight_decay)
 
     def _whole_model(self, *, from_start: bool) -> Model:
         """The model with the weights that a run starts with; if not `from_start`, with some that are replaced."""
         setup, config = self.setup, self.config
-        model = build_model(setup.model, setup.attention, setup.device, seed=config.seed, operators=setup.operators)
+        attention = self._attention()
+        if setup.document_start is not None:
+            attention = self.documents = DocumentAttention(attention, setup.document_start)
+        model = build_model(setup.model, attention, setup.device, seed=config.seed, operators=setup.operators)
         if config.init_from is not None and from_start:
             from tileflash.weights import load_into
 
             load_into(model, config.init_from)
         return model
+
+    def _attention(self) -> AttentionFunction:
+        return self.setup.attention
 
     def _open_data(self) -> DataSource:
         return DataSource(self.setup.training, self.config, self.setup.device, self.sample)

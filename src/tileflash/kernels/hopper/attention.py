@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tileflash.kernels.buffers import empty_contiguous, empty_out
 from tileflash.kernels.compat import current_device, remember
 from tileflash.kernels.hopper.packed import packed_backward, packed_forward
 from tileflash.kernels.hopper.prepared import prepare_backward, prepare_forward
@@ -53,9 +54,8 @@ def attention_forward(
             return attention_forward(q, k, v, scale, low, high, options)
         prepared = remember(_forward_launches, key, prepare_forward(q, k, v, scale, low, high, options))
     seen, launch, table = prepared
-    batch, query_length, heads, _ = q.shape
-    out = torch.empty((batch, query_length, heads, v.shape[3]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, query_length), dtype=torch.float32, device=q.device)
+    query_length = q.shape[1]
+    out, lse = empty_out(q, v)
     seen_out, seen_lse = out, lse
     if seen.queries != query_length or seen.keys != k.shape[1]:
         out[:, : seen.query_begin], out[:, seen.query_end :] = 0, 0
@@ -104,7 +104,7 @@ def attention_backward(
             return attention_backward(d_out, d_lse, q, k, v, out, lse, scale, low, high, options, deterministic)
         prepared = prepare_backward(q, k, v, out, d_out, d_lse is not None, scale, low, high, options, deterministic)
         remember(_backward_launches, key, prepared)
-    d_q, d_k, d_v = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    d_q, d_k, d_v = empty_contiguous(q), empty_contiguous(k), empty_contiguous(v)
     seen, launches, tables, stats_shape, acc_shape = prepared
     seen_d_q, seen_d_k, seen_d_v = d_q, d_k, d_v
     if seen.queries != q.shape[1] or seen.keys != k.shape[1]:

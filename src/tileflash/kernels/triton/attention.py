@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tileflash.kernels.buffers import empty_contiguous, empty_out
 from tileflash.kernels.compat import PreparedLaunch, current_device, remember
 from tileflash.kernels.options import NO_GRADIENTS, PLAIN, OptionGradients, Options
 from tileflash.kernels.triton.attention_backward import (
@@ -25,6 +26,8 @@ from tileflash.kernels.triton.option_arguments import (
 from tileflash.kernels.triton.sizes import Sizes
 
 _BIAS_PROGRAMS = 1024  # enough for a large GPU
+# Elements between two rows, as a batch of 1024 has in [S, B, H, D] memory. Tiles have up to 128 rows, and their offsets 32 bits.
+_WIDEST_ROW = 2**23
 _LOG2_E = 1.4426950408889634
 
 # Launches made ready, by all that they depend on.
@@ -40,17 +43,18 @@ def attention_forward(
     Query i sees key j where low <= j - i <= high (None: no bound), as far as `options` do not say otherwise. `scale` multiplies the
     logits. Strides are free; only a last dimension that is not contiguous is copied.
     """
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    batch, query_length, heads, _ = q.shape
-    out = torch.empty((batch, query_length, heads, v.shape[3]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, query_length), dtype=torch.float32, device=q.device)
+    q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    if q_stride[3] != 1 or k_stride[3] != 1 or v_stride[3] != 1:
+        q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+        q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    out, lse = empty_out(q, v)
     if lse.numel() == 0:
         return out, lse
     if k.shape[1] == 0 and options is PLAIN:
         return out.zero_(), lse.fill_(-torch.inf)
     features, tuples = _options(options, scale, q, k)
     key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scale, low, high, _kind(options)
+        q.shape, k.shape, v.shape, q_stride, k_stride, v_stride, q.dtype, q.device, scale, low, high, _kind(options)
     )  # fmt: skip
     launch = _forward_launches.get(key)
     if launch is None:
@@ -68,8 +72,9 @@ def attention_backward(
 
     d_out [B, Sq, Hq, Dv] in any strides, d_lse [B, Hq, Sq] or None.
     """
-    q, k, v, out, d_out = (_rows_contiguous(tensor) for tensor in (q, k, v, out, d_out))
-    d_q, d_k, d_v = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    out, d_out = _rows_contiguous(out), _rows_contiguous(d_out)
+    d_q, d_k, d_v = empty_contiguous(q), empty_contiguous(k), empty_contiguous(v)
     if lse.numel() == 0 or (k.shape[1] == 0 and options is PLAIN):
         return d_q.zero_(), d_k.zero_(), d_v.zero_(), _no_gradients(options)
     delta = torch.empty_like(lse)
@@ -200,8 +205,6 @@ def _bias_gradient(
     batch, query_length, key_length = sizes.batch, sizes.query_length, sizes.key_length
     if options.packed:
         batch, query_length, key_length = sizes.sequences, options.max_seqlen_q, options.max_seqlen_k
-    if bias.numel() == 0:  # of no keys
-        return torch.zeros_like(bias)
     bias_batch, bias_heads, bias_queries, bias_keys = bias.shape
     tile = sizes.tile("bias")
     own_tiles = -(-bias_queries // tile.block_m) * -(-bias_keys // tile.block_n) * bias_batch * bias_heads
@@ -231,5 +234,6 @@ def _strides(options: Options, *tensors: Tensor) -> tuple[int, ...]:
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself where its last dimension is contiguous, else a copy."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+    """The tensor itself where its last dimension is contiguous and its rows are near enough for 32-bit offsets in a tile, else a copy."""
+    stride = tensor.stride()
+    return tensor if stride[3] == 1 and stride[1] <= _WIDEST_ROW else tensor.contiguous()

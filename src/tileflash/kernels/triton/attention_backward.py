@@ -23,15 +23,16 @@ from tileflash.kernels.triton.features import (
     distance,
     documents_meet,
     explicit_logits,
+    explicit_weights,
     hide,
     keep_scale_of,
     kept,
     operands,
+    own_lse,
     prefix_of,
 )
 from tileflash.kernels.triton.packed import other_queries, own_key_tile, own_keys, own_queries, total_query_rows
 from tileflash.kernels.triton.tile import (
-    LOG2_E,
     PART_M,
     PART_N,
     PART_N_WITH_OPTIONS,
@@ -79,10 +80,10 @@ def _accumulate_dkdv(
                 lse = tl.load(lse_base + i_rows)
             if EXPLICIT & FEATURES:
                 b_s, derivative, shown = explicit_logits(b_s, i_queries, i_keys, inside, scale, extra, FEATURES)
-                b_p = tl.exp2(b_s - (lse * LOG2_E)[None, :])  # [BLOCK_N, BLOCK_M]
+                b_p = explicit_weights(b_s, own_lse(lse, FEATURES)[None, :])  # [BLOCK_N, BLOCK_M]
             else:
                 shown = inside
-                b_p = tl.exp2(b_s * scale_log2 - (lse * LOG2_E)[None, :])  # [BLOCK_N, BLOCK_M]
+                b_p = tl.exp2(b_s * scale_log2 - own_lse(lse, FEATURES)[None, :])  # [BLOCK_N, BLOCK_M]
             if MASKED:
                 visible = in_band(shown, i_queries, i_keys, low, high, HAS_LOW, HAS_HIGH)
                 if HIDING & FEATURES:
@@ -205,7 +206,7 @@ def attention_backward_dkdv_kernel(
 
 @triton.jit
 def _accumulate_dq(
-    d_q, d_slope, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_query, begin, end, key_begin, key_end, query_length, key_length,
+    d_q, d_slope, b_q, b_d_out, row_lse, delta, k_base, v_base, i_query, begin, end, key_begin, key_end, query_length, key_length,
     stride_ks, stride_vs, scale, scale_log2, low, high, D, DV, extra,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
@@ -235,10 +236,10 @@ def _accumulate_dq(
                 inside = inside & (i_keys >= key_begin) & (i_queries < query_length)
             if EXPLICIT & FEATURES:
                 b_s, derivative, shown = explicit_logits(b_s, i_queries, i_keys, inside, scale, extra, FEATURES)
-                b_p = tl.exp2(b_s - lse_log2[:, None])
+                b_p = explicit_weights(b_s, row_lse[:, None])
             else:
                 shown = inside
-                b_p = tl.exp2(b_s * scale_log2 - lse_log2[:, None])
+                b_p = tl.exp2(b_s * scale_log2 - row_lse[:, None])
             if DROPOUT & FEATURES:
                 d_p = tl.where(kept(i_query, i_key, extra, BLOCK_M, BLOCK_N), d_p * keep_scale_of(extra), 0.0)
             d_s = b_p * (d_p - delta[:, None])
@@ -295,7 +296,7 @@ def attention_backward_dq_kernel(
     b_d_out = load_rows(
         d_out_base, i_query, 0, query_length, stride_gs, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
     )  # [BLOCK_M, BLOCK_DV]
-    lse_log2 = tl.load(lse_ptr + row_base + i_queries, mask=inside, other=float("inf")) * LOG2_E  # [BLOCK_M]
+    row_lse = own_lse(tl.load(lse_ptr + row_base + i_queries, mask=inside, other=float("inf")), FEATURES)  # [BLOCK_M]
     out_base = out_ptr + sequence * stride_ob + head * stride_oh + q_first * stride_os
     b_out = load_rows(
         out_base, i_query, 0, query_length, stride_os, DV, BLOCK_M, BLOCK_DV, EVEN_DV, True
@@ -320,17 +321,17 @@ def attention_backward_dq_kernel(
     else:
         if HAS_LOW:
             d_q, d_slope = _accumulate_dq(
-                d_q, d_slope, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_query, key_begin // BLOCK_N * BLOCK_N, full_begin,
+                d_q, d_slope, b_q, b_d_out, row_lse, delta, k_base, v_base, i_query, key_begin // BLOCK_N * BLOCK_N, full_begin,
                 key_begin, key_end, query_length, key_length, stride_ks, stride_vs, scale, scale_log2, low, high, D, DV, extra,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES,
             )  # fmt: skip
         d_q, d_slope = _accumulate_dq(
-            d_q, d_slope, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_query, full_begin, full_end,
+            d_q, d_slope, b_q, b_d_out, row_lse, delta, k_base, v_base, i_query, full_begin, full_end,
             key_begin, key_end, query_length, key_length, stride_ks, stride_vs, scale, scale_log2, low, high, D, DV, extra,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, False, PRECISION, FEATURES,
         )  # fmt: skip
     d_q, d_slope = _accumulate_dq(
-        d_q, d_slope, b_q, b_d_out, lse_log2, delta, k_base, v_base, i_query, full_end, key_end,
+        d_q, d_slope, b_q, b_d_out, row_lse, delta, k_base, v_base, i_query, full_end, key_end,
         key_begin, key_end, query_length, key_length, stride_ks, stride_vs, scale, scale_log2, low, high, D, DV, extra,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES,
     )  # fmt: skip
@@ -356,13 +357,14 @@ def attention_backward_dq_kernel(
                 d_out_base, i_part, 0, query_length, stride_gs, DV, PART_M, BLOCK_DV, EVEN_DV, True
             )  # [PART_M, BLOCK_DV]
             b_out_part = load_rows(out_base, i_part, 0, query_length, stride_os, DV, PART_M, BLOCK_DV, EVEN_DV, True)
-            lse_log2_part = tl.load(lse_ptr + row_base + i_rows, mask=rows_inside, other=float("inf")) * LOG2_E
+            lse_part = tl.load(lse_ptr + row_base + i_rows, mask=rows_inside, other=float("inf"))
+            row_lse_part = own_lse(lse_part, FEATURES)
             delta_part = tl.sum(b_out_part.to(tl.float32) * b_d_out_part.to(tl.float32), 1)
             if HAS_D_LSE:
                 delta_part -= tl.load(d_lse_ptr + row_base + i_rows, mask=rows_inside, other=0.0)
             d_q_part, d_slope_part = _accumulate_dq(
                 tl.zeros([PART_M, BLOCK_D], tl.float32), tl.zeros([PART_M], tl.float32),
-                b_q_part, b_d_out_part, lse_log2_part, delta_part, k_base, v_base,
+                b_q_part, b_d_out_part, row_lse_part, delta_part, k_base, v_base,
                 i_part, key_begin // KEYS * KEYS, key_end, key_begin, key_end, query_length, key_length, stride_ks, stride_vs,
                 scale, scale_log2, low, high, D, DV, extra,
                 PART_M, KEYS, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, HAS_LOW, HAS_HIGH, True, PRECISION, FEATURES, True,

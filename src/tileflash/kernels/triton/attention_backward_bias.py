@@ -15,14 +15,16 @@ from tileflash.kernels.triton.features import (
     VARLEN,
     documents_meet,
     explicit_logits,
+    explicit_weights,
     hide,
     keep_scale_of,
     kept,
     operands,
+    own_lse,
     prefix_of,
 )
 from tileflash.kernels.triton.packed import packed_pair
-from tileflash.kernels.triton.tile import LOG2_E, in_band, load_rows, tile_dot
+from tileflash.kernels.triton.tile import in_band, load_rows, tile_dot
 
 
 @triton.jit(
@@ -126,7 +128,7 @@ def attention_backward_bias_kernel(
             delta = tl.load(delta_ptr + row_base + i_rows, mask=i_rows < rows, other=0.0)
             inside = (i_queries < rows) & (i_keys < columns)
             logits, _, shown = explicit_logits(b_s, i_queries, i_keys, inside, scale, extra, FEATURES)
-            b_p = tl.exp2(logits - (lse * LOG2_E)[:, None])
+            b_p = explicit_weights(logits, own_lse(lse, FEATURES)[:, None])
             if DROPOUT & FEATURES:
                 d_p = tl.where(kept(i_query, i_key, extra, BLOCK_M, BLOCK_N), d_p * keep_scale_of(extra), 0.0)
             visible = in_band(shown, i_queries, i_keys, from_low, to_high, HAS_LOW, HAS_HIGH)

@@ -84,10 +84,11 @@ def _attend(
             # A row that has seen nothing yet has the maximum -inf; subtracting it from -inf would be NaN.
             shift = tl.where(new_max == -float("inf"), 0.0, new_max) if MASKED else new_max
             if EXPLICIT & FEATURES:
-                b_p = tl.exp2(b_s - shift[:, None])  # [BLOCK_M, BLOCK_N]
+                b_p = tl.exp2((b_s - shift[:, None]) * LOG2_E)  # [BLOCK_M, BLOCK_N]
+                rescale = tl.exp2((row_max - shift) * LOG2_E)  # [BLOCK_M]
             else:
                 b_p = tl.exp2(b_s * scale_log2 - shift[:, None])  # [BLOCK_M, BLOCK_N]
-            rescale = tl.exp2(row_max - shift)  # [BLOCK_M]
+                rescale = tl.exp2(row_max - shift)  # [BLOCK_M]
             row_sum = row_sum * rescale + tl.sum(b_p, 1)
             acc = acc * rescale[:, None]
             if DROPOUT & FEATURES:
@@ -109,7 +110,7 @@ def _first_state(extra, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FEATURES:
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if SINKS & FEATURES:
-        row_max = tl.zeros([BLOCK_M], tl.float32) + sink_of(extra) * LOG2_E
+        row_max = tl.zeros([BLOCK_M], tl.float32) + (sink_of(extra) if EXPLICIT & FEATURES else sink_of(extra) * LOG2_E)
         row_sum += tl.where(sink_of(extra) == -float("inf"), 0.0, 1.0)
     return acc, row_sum, row_max
 
@@ -117,11 +118,19 @@ def _first_state(extra, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FEATURES:
 @triton.jit
 def _finish(
     acc, row_sum, row_max, out_base, lse_base, i_query, query_length, stride_os, DV, is_slack_rows,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Divides and stores. A row that saw no key has the sum 0: its output is 0 and its log-sum-exp -inf."""
+    """Divides and stores. A row that saw no key has the sum 0: its output is 0 and its log-sum-exp -inf.
+
+    The maximum is in base 2, with explicit logits in base e.
+    """
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    lse = tl.where(row_sum == 0.0, -float("inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
+    log2_sum = tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
+    if EXPLICIT & FEATURES:
+        lse = row_max + log2_sum * LN_2
+    else:
+        lse = (row_max + log2_sum) * LN_2
+    lse = tl.where(row_sum == 0.0, -float("inf"), lse)
     lse = tl.where(is_slack_rows, -float("inf"), lse)  # a sink is seen by queries, not by slack rows
     i_queries = i_query + tl.arange(0, BLOCK_M)
     tl.store(lse_base + i_queries, lse, mask=i_queries < query_length)
@@ -204,8 +213,9 @@ def attention_forward_kernel(
         lost = tl.max((row_total != row_total).to(tl.int32), 0)
     if lost == 0:
         _finish(
-            acc, row_sum, row_max, out_base, lse_base, i_query, query_length, stride_os, DV, slack, BLOCK_M, BLOCK_DV
-        )
+            acc, row_sum, row_max, out_base, lse_base, i_query, query_length, stride_os, DV, slack,
+            BLOCK_M, BLOCK_DV, FEATURES,
+        )  # fmt: skip
     else:
         KEYS: tl.constexpr = PART_N if FEATURES == 0 else PART_N_WITH_OPTIONS
         for i_part in range(i_query, tl.minimum(i_query + BLOCK_M, query_length), PART_M):
@@ -220,5 +230,5 @@ def attention_forward_kernel(
             )  # fmt: skip
             _finish(
                 acc_part, row_sum_part, row_max_part, out_base, lse_base, i_part, query_length, stride_os, DV, slack,
-                PART_M, BLOCK_DV,
+                PART_M, BLOCK_DV, FEATURES,
             )  # fmt: skip

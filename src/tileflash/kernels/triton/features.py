@@ -147,9 +147,10 @@ def _bias_pointers(
 
 @triton.jit
 def explicit_logits(b_s, i_query, i_key, inside, scale, operands, FEATURES: tl.constexpr):
-    """(logits in base 2, derivative of the soft cap, where the bias does not hide) of the products b_s.
+    """(logits, derivative of the soft cap, where the bias does not hide) of the products b_s.
 
-    `inside` says where both positions exist; the bias is not read elsewhere.
+    They stay in base e until their maximum is taken off: in base 2 a bias of the lowest fp32 number, as people hide keys with, would be
+    -inf, and a large one would be rounded once more. `inside` says where both positions exist; the bias is not read elsewhere.
     """
     (
         bias_base, stride_bias_query, stride_bias_key, slope, _sink, _seed, _offset, _stream, _query_ids, _key_ids, _prefix,
@@ -170,7 +171,26 @@ def explicit_logits(b_s, i_query, i_key, inside, scale, operands, FEATURES: tl.c
         values = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
         logits += values
         shown = inside & (values != -float("inf"))
-    return logits * LOG2_E, derivative, shown
+    return logits, derivative, shown
+
+
+@triton.jit
+def own_lse(lse, FEATURES: tl.constexpr):
+    """A row's log-sum-exp as the backward kernels compare logits with it: in base 2, with explicit logits in base e.
+
+    There -inf, of a row whose logits are all -inf, becomes +inf: its weights are 0 and not NaN.
+    """
+    if EXPLICIT & FEATURES:
+        return tl.where(lse == -float("inf"), float("inf"), lse)
+    else:
+        return lse * LOG2_E
+
+
+@triton.jit
+def explicit_weights(logits, lse):
+    """exp(logits - lse), at most 1: where both are large, a difference of roundings alone would make it huge."""
+    below = logits - lse
+    return tl.exp2(tl.where(below > 0.0, 0.0, below) * LOG2_E)
 
 
 @triton.jit

@@ -70,10 +70,10 @@ def slope_gradient(rows: Tensor, options: Options) -> Tensor:
     """d_slopes from each row's part of it, [B, Hq, Sq] (packed: [1, Hq, total]); fp32."""
     slopes = options.alibi_slopes
     assert slopes is not None
-    if slopes.dim() == 1:
-        return rows.sum((0, 2))
+    if slopes.dim() == 1 or slopes.shape[0] == 1:
+        return rows.sum((0, 2)).view(slopes.shape)
     if options.cu_seqlens_q is None:
-        return rows.sum(2).sum(0, keepdim=True) if slopes.shape[0] == 1 else rows.sum(2)
+        return rows.sum(2)
     return by_sequence(rows[0], options.cu_seqlens_q)
 
 
