@@ -21,9 +21,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tileflash.kernels.compat_gluon import LAUNCH_OPTIONS, GluonASTSource
-from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES
-from tileflash.kernels.hopper.launch import BANDS, KernelCall, backward_call, forward_call
+from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES, padded_backward
+from tileflash.kernels.hopper.launch import (
+    BANDS,
+    Band,
+    KernelCall,
+    KernelOptions,
+    backward_call,
+    backward_queries_call,
+    forward_call,
+)
 
+OPTION_BANDS: dict[torch.dtype, Band] = {torch.bfloat16: "window", torch.float16: "high"}
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -56,6 +65,24 @@ def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCal
                 call = backward_call(head_dim, dtype, band, grouped)
                 if not grouped or "GROUPED" in call.constants:  # the wide kernel is the same for both
                     yield "backward, grouped" if grouped else "backward", head_dim, band, call
+            # deterministic=True: d_k and d_v (grouped heads are a counter more, as above), then d_q
+            yield "backward keys", head_dim, band, backward_call(head_dim, dtype, band, True, with_d_q=False)
+            yield "backward queries", head_dim, band, backward_queries_call(head_dim, dtype, band)
+    yield from _with_options(dtype)
+
+
+def _with_options(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
+    """The same with a soft cap (and sinks, in the forward pass), and of packed sequences; one band for each dtype."""
+    kinds = {"soft cap": KernelOptions(soft_cap=True, sinks=True), "packed": KernelOptions(packed=True)}
+    band = OPTION_BANDS[dtype]
+    for name, options in kinds.items():
+        for head_dim in sorted({head_dim for head_dim, _ in FORWARD}):
+            yield f"forward, {name}", head_dim, band, forward_call(head_dim, dtype, band, options)
+        for head_dim in sorted({padded_backward(head_dim, options.soft_cap) for head_dim, _ in BACKWARD}):
+            yield f"backward, {name}", head_dim, band, backward_call(head_dim, dtype, band, True, on=options)
+            call = backward_call(head_dim, dtype, band, True, with_d_q=False, on=options)
+            yield f"backward keys, {name}", head_dim, band, call
+            yield f"backward queries, {name}", head_dim, band, backward_queries_call(head_dim, dtype, band, options)
 
 
 def compile_offline(call: KernelCall) -> Any:
@@ -63,7 +90,8 @@ def compile_offline(call: KernelCall) -> Any:
     function = call.kernel
     signature = {name: call.type_of(name) for name in function.arg_names}
     aligned = [i for i, name in enumerate(function.arg_names) if signature[name][0] == "*" and name != "lse_ptr"]
-    source = GluonASTSource(function, signature, call.constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    constants = {**call.constants, **dict.fromkeys(call.absent)}
+    source = GluonASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     return triton.compile(source, target=TARGET, options=LAUNCH_OPTIONS)
 
 
