@@ -1,7 +1,7 @@
 """Compile the Hopper kernels without a GPU, and read what came out: registers, spills, shared memory, wgmma.
 
-`python -m tileflash.kernels.hopper.offline` prints a JSON line for every shipped configuration (`... bf16` for one dtype only): a
-minute for each dtype.
+`python -m tileflash.kernels.hopper.offline` prints a JSON line for every shipped configuration, three minutes for each dtype (`... bf16`
+for one dtype only, `--tested` for what the tests compile).
 """
 
 from __future__ import annotations
@@ -56,7 +56,23 @@ class Report:
 
 
 def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
-    """(kernel, head dimension, band, call) of everything that the launcher starts."""
+    """(kernel, head dimension, band, call) of everything that the launcher starts; of soft caps and packed sequences one band for each
+    dtype."""
+    yield from _default_calls(dtype)
+    yield from _option_calls(dtype)
+
+
+def tested_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
+    """Of these all without an option, and of each option one band: in bf16 at every head dimension, in fp16 (in the tests another version
+    of Triton) at 128, where determinism goes with the other options, too."""
+    yield from _default_calls(dtype)
+    for kernel, head_dim, band, call in _option_calls(dtype):
+        of_two_options = kernel.startswith(("backward keys, ", "backward queries, "))
+        if band == OPTION_BANDS[dtype] and (head_dim == 128 if dtype == torch.float16 else not of_two_options):
+            yield kernel, head_dim, band, call
+
+
+def _default_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
     for band in BANDS:
         for head_dim in sorted({head_dim for head_dim, _ in FORWARD}):
             yield "forward", head_dim, band, forward_call(head_dim, dtype, band)
@@ -65,14 +81,15 @@ def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCal
                 call = backward_call(head_dim, dtype, band, grouped)
                 if not grouped or "GROUPED" in call.constants:  # the wide kernel is the same for both
                     yield "backward, grouped" if grouped else "backward", head_dim, band, call
-            # deterministic=True: d_k and d_v (grouped heads are a counter more, as above), then d_q
+
+
+def _option_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
+    """deterministic=True (d_k and d_v, then d_q), a soft cap (and sinks, in the forward pass), packed sequences. All with grouped heads,
+    which are a counter more."""
+    for band in BANDS:
+        for head_dim in sorted({head_dim for head_dim, _ in BACKWARD}):
             yield "backward keys", head_dim, band, backward_call(head_dim, dtype, band, True, with_d_q=False)
             yield "backward queries", head_dim, band, backward_queries_call(head_dim, dtype, band)
-    yield from _with_options(dtype)
-
-
-def _with_options(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
-    """The same with a soft cap (and sinks, in the forward pass), and of packed sequences; one band for each dtype."""
     kinds = {"soft cap": KernelOptions(soft_cap=True, sinks=True), "packed": KernelOptions(packed=True)}
     band = OPTION_BANDS[dtype]
     for name, options in kinds.items():
@@ -155,12 +172,14 @@ def spills_in_loops(sass: str) -> int:
     return sum(bool(re.search(r"\b(LDL|STL)\b", lines[i])) for loop in innermost for i in loop)
 
 
-def main(dtypes: list[str]) -> None:
-    """Print a JSON line for each shipped configuration."""
+def main(arguments: list[str]) -> None:
+    """Print a JSON line for each shipped configuration, or with --tested for each that the tests compile."""
+    dtypes = [argument for argument in arguments if argument != "--tested"]
+    calls = shipped_calls if dtypes == arguments else tested_calls
     for dtype, name in TYPE_NAMES.items():
         if dtypes and name not in dtypes:
             continue
-        for kernel, head_dim, band, call in shipped_calls(dtype):
+        for kernel, head_dim, band, call in calls(dtype):
             compiled = compile_offline(call)
             print(json.dumps(asdict(report(kernel, head_dim, band, dtype, compiled))), flush=True)
 
