@@ -62,15 +62,41 @@ def test_it_refuses_other_gpus_and_head_dimensions_that_tma_cannot_address(monke
     assert problem_on(monkeypatch, (9, 0)) == []
 
 
-def test_it_refuses_options_and_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_refuses_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper, "device_capability", lambda device: (9, 0))
     q, k, v = Case(20, 20, 64, dtype=BF16).draw("cpu")
-    options = Options(softcap=3.0, sinks=torch.zeros(2))
-    problem = make_problem(q, k, v, True, (None, None), None, False, options, deterministic=True)
+    options = Options(softcap=3.0, sinks=torch.zeros(2), alibi_slopes=torch.zeros(2), bias=torch.zeros(1, 1, 20, 20))
+    problem = make_problem(q, k, v, True, (None, None), None, False, options)
     object.__setattr__(problem, "device", torch.device("cuda", 0))
-    expected = ["does not have sinks", "does not have soft cap", "its backward is not deterministic"]
-    assert BACKEND.reasons(problem) == expected
+    assert BACKEND.reasons(problem) == ["does not have ALiBi", "does not have bias"]
+
+
+def test_options_are_served_and_not_under_auto() -> None:
+    q, k, v = Case(600, 600, 64, dtype=BF16).draw("cpu")
+    problem = make_problem(q, k, v, True, (None, None), None, False, Options(softcap=3.0, sinks=torch.zeros(2)))
+    assert BACKEND.features > problem.features == {"sinks", "soft cap"}
+    assert "sinks, soft cap" in (BACKEND.stands_back(problem) or "")
+
+
+def test_determinism_is_served_by_other_kernels_and_not_under_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (t.requires_grad_() for t in Case(600, 600, 80, dtype=BF16).draw("cpu"))
+    plain, same_bits, no_gradient = (
+        make_problem(*tensors, True, (None, None), None, False, deterministic=deterministic)
+        for tensors, deterministic in (
+            ((q, k, v), False),
+            ((q, k, v), True),
+            ((q.detach(), k.detach(), v.detach()), True),
+        )
+    )
+    assert BACKEND.serving(plain) is BACKEND.serving(no_gradient) is BACKEND
+    assert BACKEND.serving(same_bits).kernels == "hopper deterministic"
+    assert BACKEND.stands_back(plain) is None
+    assert "deterministic" in (BACKEND.stands_back(same_bits) or "")
+    assert len(BACKEND.plan(same_bits)) == 5
+    assert "dQ in fp32, 128 queries against tiles of 64 keys" in BACKEND.plan(same_bits)[3]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert BACKEND.serving(plain).kernels == "hopper deterministic"
 
 
 def test_its_plan_names_what_is_launched() -> None:
@@ -261,6 +287,227 @@ def test_many_backward_passes_agree(d: int, causal: bool) -> None:
         torch.testing.assert_close(again[0], first[0], rtol=2e-2, atol=2e-3)
         assert torch.equal(again[1], first[1])
         assert torch.equal(again[2], first[2])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_odd_shapes_with_deterministic_gradients(
+    case: Case, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that `test_odd_shapes` looks at, by the kernels that make d_q alone."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check(case, "hopper", "cuda", with_lse=True)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(("causal", "kv_heads"), [(False, 8), (True, 8), (True, 2)])
+def test_deterministic_gradients_are_equal_bit_for_bit(d: int, causal: bool, kv_heads: int) -> None:
+    leaves = [normal(2, 1000, heads, d).requires_grad_() for heads in (8, kv_heads, kv_heads)]
+    d_out = normal(2, 1000, 8, d)
+    plain = torch.autograd.grad(tileflash.attention(*leaves, causal=causal, backend="hopper"), leaves, d_out)
+    out = tileflash.attention(*leaves, causal=causal, deterministic=True, backend="hopper")
+    first = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+    for ours, theirs in zip(first, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
+    for _ in range(100):
+        again = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [("softcap",), ("sinks",), ("softcap", "sinks")], ids="+".join)
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize(("sq", "sk", "causal", "window"), [
+    (300, 300, True, (None, None)), (256, 384, False, (None, None)), (150, 700, True, (None, None)),
+    (700, 150, True, (None, None)), (500, 520, False, (70, 40)),
+])  # fmt: skip
+def test_options(
+    options: tuple[str, ...], d: int, sq: int, sk: int, causal: bool, window: tuple[int | None, int | None], deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch, poisoned_memory: None,
+) -> None:  # fmt: skip
+    """Among them queries that see no key: their log-sum-exp is the sink."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    problem = Problem(
+        options=options, sq=sq, sk=sk, d=d, dv=64 if d == 80 else d, heads=4, kv_heads=2, batch=2, causal=causal, window=window,
+        dtype=BF16 if sq % 3 else FP16, seed=d,
+    )  # fmt: skip
+    assert examine(problem, "hopper", "cuda") == []
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("poison", ["hidden-nan", "hidden-inf", "unseen-nan"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_what_is_hidden_may_be_anything_with_options(poison: str, d: int) -> None:
+    problem = Problem(
+        options=("softcap", "sinks"), sq=300, sk=300, d=d, dv=d, heads=2, kv_heads=1, batch=2, causal=True, dtype=BF16,
+        poison=poison, seed=d,
+    )  # fmt: skip
+    assert examine(problem, "hopper", "cuda") == []
+
+
+PACKED = {
+    "even": ((256, 256), (128, 128), (384, 384)),
+    "uneven": ((1, 1), (190, 190), (64, 64), (65, 65), (300, 300), (7, 7)),
+    "zeros": ((0, 0), (150, 150), (0, 70), (0, 0), (90, 0), (33, 33), (0, 0)),
+    "more keys": ((3, 500), (129, 400), (1, 1)),
+    "more queries": ((500, 3), (400, 129), (70, 0)),
+    "short": tuple((1 + i % 17, 1 + i % 17) for i in range(90)),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("lengths", PACKED)
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize(("causal", "window"), [
+    (False, (None, None)), (True, (None, None)), ("top-left", (None, None)), (True, (40, 0)), (False, (13, 70)),
+])  # fmt: skip
+def test_packed_sequences(
+    lengths: str, d: int, causal: bool | str, window: tuple[int | None, int | None], deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch, poisoned_memory: None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    problem = Problem(
+        lengths=PACKED[lengths], slack=0 if d == 128 else 75, d=d, dv=64 if d == 80 else d, heads=4, kv_heads=1 if d == 64 else 4,
+        causal=causal, window=window, dtype=FP16 if causal is True else BF16, seed=d,
+    )  # fmt: skip
+    assert examine(problem, "hopper", "cuda") == []
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("options", [("softcap",), ("sinks",), ("softcap", "sinks")], ids="+".join)
+@pytest.mark.parametrize("lengths", ["uneven", "zeros", "more queries"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_sequences_with_options(options: tuple[str, ...], lengths: str, d: int, poisoned_memory: None) -> None:
+    problem = Problem(
+        options=options,
+        lengths=PACKED[lengths],
+        slack=9,
+        d=d,
+        dv=d,
+        heads=4,
+        kv_heads=2,
+        causal=True,
+        dtype=BF16,
+        seed=d,
+    )
+    assert examine(problem, "hopper", "cuda") == []
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("poison", ["hidden-nan", "hidden-inf", "unseen-nan"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_sequences_do_not_see_what_others_hold(poison: str, d: int) -> None:
+    problem = Problem(
+        lengths=PACKED["uneven"],
+        slack=20,
+        d=d,
+        dv=d,
+        heads=2,
+        kv_heads=1,
+        causal=True,
+        dtype=BF16,
+        poison=poison,
+        seed=d,
+    )
+    assert examine(problem, "hopper", "cuda") == []
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("layout", ["heads_first", "gapped", "misaligned", "last", "packed"])
+def test_packed_sequences_in_any_strides(layout: str) -> None:
+    problem = Problem(
+        lengths=PACKED["uneven"], slack=20, d=64, dv=64, heads=4, kv_heads=2, causal=True, dtype=BF16, layout=layout,
+        gradient_layout="heads_first",
+    )  # fmt: skip
+    assert examine(problem, "hopper", "cuda") == []
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_80000_packed_sequences() -> None:
+    count, length, heads = 80_000, 16, 2
+    leaves = [normal(count * length, heads, 64).requires_grad_() for _ in range(3)]
+    cu = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
+    out = tileflash.attention_varlen(*leaves, cu, cu, causal=True, backend="hopper")
+    d_out = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, d_out)
+    batched = [t.detach().unflatten(0, (count, length)).requires_grad_() for t in leaves]
+    expected = tileflash.attention(*batched, causal=True, backend="triton")
+    torch.testing.assert_close(out, expected.flatten(0, 1), rtol=2e-2, atol=2e-2)
+    for mine, theirs in zip(grads, torch.autograd.grad(expected, batched, d_out.view_as(expected)), strict=True):
+        torch.testing.assert_close(mine, theirs.flatten(0, 1), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_packed_sequences_of_other_lengths_need_no_preparation_and_replay_in_a_graph() -> None:
+    """The host never looks into cu_seqlens: a captured graph goes by what it holds when it is replayed."""
+    q, k, v = (normal(1024, 4, 128) for _ in range(3))
+    cu = torch.tensor([0, 100, 600, 1024], device="cuda", dtype=torch.int32)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            tileflash.attention_varlen(q, k, v, cu, cu, causal=True, backend="hopper")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tileflash.attention_varlen(q, k, v, cu, cu, causal=True, backend="hopper")
+    for bounds in ([0, 100, 600, 1024], [0, 0, 1, 900], [0, 512, 512, 1024]):
+        cu.copy_(torch.tensor(bounds, dtype=torch.int32))
+        graph.replay()
+        expected = tileflash.attention_varlen(q, k, v, cu, cu, causal=True, backend="triton")
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("softcap", [1e-3, 5.0, 50.0, 1e6])
+def test_soft_caps_small_and_large(softcap: float) -> None:
+    """A large cap multiplies what is lost of tanh near 0; a small one puts nearly all logits where its derivative vanishes."""
+    q, k, v = (normal(1, 300, 2, 128).requires_grad_() for _ in range(3))
+    for backend in ("hopper", "triton"):
+        out, lse = tileflash.attention(q, k, v, causal=True, softcap=softcap, return_lse=True, backend=backend)
+        grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))
+        if backend == "hopper":
+            ours = (out, lse, *grads)
+    for mine, theirs in zip(ours, (out, lse, *grads), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("sink", [-500.0, 0.0, 500.0])
+def test_sinks_far_from_the_logits(sink: float) -> None:
+    q, k, v = (normal(1, 200, 2, 64).requires_grad_() for _ in range(3))
+    sinks = torch.full((2,), sink, device="cuda", requires_grad=True)
+    runs = []
+    for backend in ("hopper", "triton"):
+        out, lse = tileflash.attention(q, k, v, causal=True, sinks=sinks, return_lse=True, backend=backend)
+        runs.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v, sinks))))
+    for mine, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_what_is_hidden_may_be_anything_with_deterministic_gradients(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    problem = Problem(
+        sq=300, sk=330, d=d, dv=d, heads=2, kv_heads=1, batch=2, causal=True, dtype=BF16, poison="hidden-nan", seed=d
+    )
+    assert examine(problem, "hopper", "cuda") == []
 
 
 @pytest.mark.gpu

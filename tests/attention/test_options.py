@@ -15,6 +15,7 @@ from support.optioned import BIASES, OPTIONS, OTHERS, Problem, check
 from tileflash.attention.dispatch import BACKENDS, NoBackendError
 
 ON_GPU = torch.cuda.is_available()
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 OURS = ("triton", "tiled", "reference")  # these serve everything here
 PACKED = ((33, 34), (0, 7), (5, 0), (3, 35))
 SHAPES = {
@@ -61,11 +62,21 @@ def test_each_pair(pair: tuple[str, str], name: str, device: str, poisoned_memor
     serve_or_refuse(replace(PAIR_SHAPES[seed % len(PAIR_SHAPES)], options=pair, seed=seed), name, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [(), ("softcap",), ("sinks",), ("softcap", "sinks")], ids="+".join)
+def test_what_hopper_has_in_every_shape(
+    options: tuple[str, ...], dtype: torch.dtype, shape: str, poisoned_memory: None
+) -> None:
+    serve_or_refuse(replace(SHAPES[shape], options=options, dtype=dtype, seed=7), "hopper", "cuda")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_in_half_precision(option: str, dtype: torch.dtype, device: str, poisoned_memory: None) -> None:
     shape = list(SHAPES.values())[OPTIONS.index(option) % len(SHAPES)]
-    for name in ("triton", "tiled"):
+    for name in ("triton", "hopper", "tiled"):
         serve_or_refuse(replace(shape, options=(option,), dtype=dtype, seed=5), name, device)
 
 
@@ -75,10 +86,11 @@ def test_a_bias_of_no_keys_has_a_gradient(bias: str, name: str, device: str) -> 
     serve_or_refuse(Problem(options=(bias,), sq=33, sk=0), name, device)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", [*OURS, "hopper"] if ON_HOPPER else OURS)
 def test_no_packed_sequence_at_all(name: str, device: str, poisoned_memory: None) -> None:
     """All rows are slack, in every head and tile."""
-    q, k, v = (torch.randn(64, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    dtype = torch.bfloat16 if name == "hopper" else torch.float32
+    q, k, v = (torch.randn(64, 2, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     out, lse = tileflash.attention_varlen(q, k, v, nothing, nothing, return_lse=True, backend=name)
     assert torch.equal(out, torch.zeros_like(out))

@@ -9,10 +9,10 @@ import torch
 
 from tileflash.attention.band import Band
 from tileflash.kernels.hopper import configurations
-from tileflash.kernels.hopper.attention import _Seen
 from tileflash.kernels.hopper.attention_backward_ends import finish_kernel, prepare_kernel
 from tileflash.kernels.hopper.launch import forward_call
 from tileflash.kernels.hopper.schedule import _dealt_in_rows, heads_in_l2, longest_first, visible_counts
+from tileflash.kernels.hopper.seen import Seen
 
 BOUNDS = [None, -7, -3, -1, 0, 1, 4, 9]
 
@@ -21,7 +21,7 @@ BOUNDS = [None, -7, -3, -1, 0, 1, 4, 9]
 def test_what_is_seen_is_a_rectangle_in_which_every_row_and_column_sees_something(queries: int, keys: int) -> None:
     for low, high in itertools.product(BOUNDS, BOUNDS):
         mask = Band(low, high).mask(0, queries, keys)
-        seen = _Seen.of(queries, keys, low, high)
+        seen = Seen.of(queries, keys, low, high)
         if not mask.any():
             assert (seen.queries, seen.keys) == (0, 0), (low, high)
             continue
@@ -96,15 +96,17 @@ def as_left_by_the_backward_kernel(d_q: torch.Tensor, block_m: int, block_d: int
 
 
 def finish(acc: torch.Tensor, stats: torch.Tensor, tensors: tuple[torch.Tensor, ...], band: tuple[int, int], scale: float,
-           block_m: int, block_d: int, banded: bool) -> torch.Tensor:  # fmt: skip
+           block_m: int, block_d: int, banded: bool, softcap: float = 0.0) -> torch.Tensor:  # fmt: skip
     """d_q by the kernel; `tensors` are q, k, v, d_out."""
+    cap_scale = scale / softcap if softcap else None
     q, k, v, d_out = tensors
     d_q = torch.full(q.shape, float("nan"), device=q.device)
     tiles = -(-q.shape[1] // block_m)
     strides = [stride for tensor in (d_q, q, k, v, d_out) for stride in tensor.stride()[:3]]
     finish_kernel[(q.shape[2] * tiles,)](
-        acc, d_q, stats, q, k, v, d_out, *strides, q.shape[1], k.shape[1], tiles, q.shape[2], q.shape[2] // k.shape[2],
-        scale, scale * 1.4426950408889634, *band, q.shape[3], v.shape[3], block_m, block_d, q.shape[3] == block_d, banded,
+        acc, d_q, stats, q, k, v, d_out, (), *strides, q.shape[1], k.shape[1], tiles, q.shape[2], q.shape[2] // k.shape[2],
+        scale, (softcap or scale) * 1.4426950408889634, *band, q.shape[3], v.shape[3], cap_scale,
+        block_m, block_d, q.shape[3] == block_d, banded, False,
     )  # fmt: skip
     return d_q
 
@@ -118,9 +120,19 @@ def test_what_the_backward_kernel_leaves_becomes_d_q(block_m: int, head_dim: int
 
 
 @pytest.mark.parametrize(("block_m", "head_dim", "head_dim_v", "block_d"), [(128, 40, 64, 64), (64, 72, 16, 128)])
-@pytest.mark.parametrize(("value", "low", "high"), [(float("nan"), -300, 9), (float("inf"), -40, 20)])
+@pytest.mark.parametrize(("value", "low", "high", "softcap"), [
+    (float("nan"), -300, 9, 0.0), (float("inf"), -40, 20, 0.0), (float("nan"), -300, 9, 1.5),
+])  # fmt: skip
 def test_rows_that_a_hidden_key_spoilt_are_made_again(
-    block_m: int, head_dim: int, head_dim_v: int, block_d: int, value: float, low: int, high: int, device: str
+    block_m: int,
+    head_dim: int,
+    head_dim_v: int,
+    block_d: int,
+    value: float,
+    low: int,
+    high: int,
+    softcap: float,
+    device: str,
 ) -> None:
     """The accumulator holds NaN everywhere; rows that see the spoilt key come out as NaN, the others as if it were not there."""
     rows, keys, heads, kv_heads, scale, spoilt = 90, 100, 2, 1, 0.3, 45
@@ -131,6 +143,7 @@ def test_rows_that_a_hidden_key_spoilt_are_made_again(
     q_64, k_64, v_64 = (t.double() for t in (q, k, v))
     q_64.requires_grad_()
     logits = torch.einsum("bihd,bjhd->bhij", q_64, k_64.repeat_interleave(2, 2)) * scale
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     lse = logits.masked_fill(~visible, -torch.inf).logsumexp(3)
     out = torch.einsum(
         "bhij,bjhd->bihd", logits.masked_fill(~visible, -torch.inf).softmax(3), v_64.repeat_interleave(2, 2)
@@ -144,7 +157,7 @@ def test_rows_that_a_hidden_key_spoilt_are_made_again(
     stats = stats.unflatten(2, (tiles, block_m)).transpose(1, 2).contiguous()
     acc = as_left_by_the_backward_kernel(torch.full_like(q, float("nan")), block_m, block_d)
     k[:, spoilt], v[:, spoilt] = value, value
-    d_q = finish(acc, stats, (q, k, v, d_out), (low, high), scale, block_m, block_d, True)
+    d_q = finish(acc, stats, (q, k, v, d_out), (low, high), scale, block_m, block_d, True, softcap)
     sees = visible[:, spoilt]
     torch.testing.assert_close(d_q[:, ~sees].double(), expected[:, ~sees], rtol=1e-5, atol=1e-5)
     assert not bool(d_q[:, sees].isfinite().all(3).any())
@@ -160,8 +173,8 @@ def test_statistics_before_the_backward_kernel(with_d_lse: bool, device: str) ->
     stats = torch.full((batch * heads * tiles, 2, block_m), float("nan"), device=device)
     acc = torch.full((batch * heads * tiles, block_m * block_d), float("nan"), device=device)
     prepare_kernel[(batch * heads * tiles,)](
-        out, d_out, lse, d_lse, stats, acc, *out.stride()[:3], *d_out.stride()[:3], length, tiles, heads, length, head_dim,
-        block_m, block_d, False, with_d_lse,
+        out, d_out, lse, d_lse, stats, acc, (), *out.stride()[:3], *d_out.stride()[:3], length, tiles, heads, length, head_dim,
+        block_m, block_d, False, with_d_lse, True, False,
     )  # fmt: skip
     assert torch.equal(acc, torch.zeros_like(acc))
     delta = (out * d_out).sum(3).transpose(1, 2) - (d_lse if with_d_lse else 0)

@@ -266,7 +266,7 @@ def _check(
     problem = make_problem(
         q, k, v, causal, window, scale, return_lse, options, deterministic=deterministic, second_derivative=second_derivative
     )  # fmt: skip
-    return choose(problem, backend), problem.scale, problem.band.low, problem.band.high
+    return choose(problem, backend).serving(problem), problem.scale, problem.band.low, problem.band.high
 
 
 def _check_once(

@@ -125,8 +125,9 @@ class PreparedDescriptorLaunch:
         self.start: tuple[Any, tuple[Any, ...]] = (None, ())
         self.encoded: tuple[dict[int, list[Any]], ...] = tuple({} for _ in described)
 
-    def __call__(self, tensors: tuple[Tensor, ...], pointers: tuple[Tensor, ...], device_index: int) -> None:
-        """Launch on the current stream of CUDA device `device_index`, the current device. All addresses must be multiples of 16 bytes."""
+    def __call__(self, tensors: tuple[Tensor, ...], pointers: tuple[Tensor | None, ...], device_index: int) -> None:
+        """Launch on the current stream of CUDA device `device_index`, the current device. All addresses must be multiples of 16 bytes. A
+        pointer that is None must be so in all calls: the kernel is compiled without it."""
         if self.compiled is None or knobs.runtime.launch_enter_hook.calls:  # a profiler's hook wants the whole way
             described = [
                 TensorDescriptor(tensor, list(shape), list(strides), list(block_shape), layout)
@@ -139,7 +140,7 @@ class PreparedDescriptorLaunch:
             return
         run, first = self.start
         stream = torch._C._cuda_getCurrentRawStream(device_index)
-        addresses = [pointer.data_ptr() for pointer in pointers]
+        addresses = [None if pointer is None else pointer.data_ptr() for pointer in pointers]
         descriptors: list[Any] = []
         if run is self.compiled.run:  # Triton's whole launcher encodes descriptors itself
             descriptors += [

@@ -65,6 +65,10 @@ class Backend:
         """Why a choice among several takes another that serves before this one, out of its turn; None where it does not."""
         return None
 
+    def serving(self, problem: AttentionProblem) -> Backend:
+        """What computes the problem: this, unless the backend has other kernels for some problems."""
+        return self
+
     def plan(self, problem: AttentionProblem) -> list[str]:
         """How the problem would be computed, for people to read: a line a kernel or step. For problems without reasons against."""
         return ["how it launches is not described"]
@@ -120,7 +124,9 @@ class Backend:
 
 
 class KernelBackend(Backend):
-    """A backend that has registered its kernels under its own name (`tileflash.attention.ops.register_kernels`)."""
+    """A backend that has registered its kernels (`tileflash.attention.ops.register_kernels`) under its own name, or under `kernels`."""
+
+    kernels: str = ""
 
     def attend(
         self,
@@ -133,7 +139,7 @@ class KernelBackend(Backend):
         return_lse: bool,
         options: Options = PLAIN,
     ) -> tuple[Tensor, Tensor | None]:
-        return attend_with_kernels(self.name, q, k, v, scale, low, high, options)
+        return attend_with_kernels(self.kernels or self.name, q, k, v, scale, low, high, options)
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from functools import lru_cache
 
 import torch
 
-from tileflash.attention.backends.base import KernelBackend, device_capability
+from tileflash.attention.backends.base import Backend, KernelBackend, device_capability
 from tileflash.attention.ops import Kernels, register_kernels
 from tileflash.attention.problem import AttentionProblem
 
@@ -23,6 +23,12 @@ def _hopper_kernels() -> Kernels:
     return Kernels(attention.attention_forward, attention.attention_backward)
 
 
+def _deterministic_kernels() -> Kernels:
+    from tileflash.kernels.hopper import attention
+
+    return Kernels(attention.attention_forward, functools.partial(attention.attention_backward, deterministic=True))
+
+
 class HopperBackend(KernelBackend):
     name = "hopper"
     summary = "tileflash's Gluon kernels for Hopper (H100, H200)"
@@ -31,11 +37,14 @@ class HopperBackend(KernelBackend):
     max_head_dim = 256
     head_dim_multiple = 8
     positive_scale = True
-    deterministic = False  # d_q is summed by atomic additions
+    features = frozenset({"packed sequences", "sinks", "soft cap"})
     min_capability = (9, 0)
 
     def __init__(self) -> None:
         self.installed = importlib.util.find_spec("triton") is not None
+
+    def serving(self, problem: AttentionProblem) -> Backend:
+        return _DETERMINISTIC if _wants_determinism(problem) else self
 
     def reasons(self, problem: AttentionProblem) -> list[str]:
         if not self.installed:
@@ -59,15 +68,40 @@ class HopperBackend(KernelBackend):
     def stands_back(self, problem: AttentionProblem) -> str | None:
         if min(problem.query_length, problem.key_length) < FASTER_FROM_ROWS:
             return f"with fewer than {FASTER_FROM_ROWS} queries or keys its kernels take longer to start than they save"
+        if problem.features:
+            return f"with {', '.join(sorted(problem.features))} its kernels have not been measured against the portable ones yet"
+        if _wants_determinism(problem):
+            return "its deterministic backward has not been measured against the portable kernels yet"
         return None
 
     def plan(self, problem: AttentionProblem) -> list[str]:
         from tileflash.kernels.hopper.configurations import describe
 
-        return describe(max(problem.head_dim, problem.head_dim_v), problem.band.is_full, problem.needs_grad)
+        widest = max(problem.head_dim, problem.head_dim_v)
+        return describe(
+            widest,
+            problem.band.is_full,
+            problem.needs_grad,
+            _wants_determinism(problem),
+            "soft cap" in problem.features,
+            "packed sequences" in problem.features,
+        )
 
 
-@lru_cache
+class _DeterministicHopper(HopperBackend):
+    """The same with d_q by a pass of its own: no sum depends on what comes first."""
+
+    kernels = "hopper deterministic"
+
+
+def _wants_determinism(problem: AttentionProblem) -> bool:
+    return problem.needs_grad and (problem.deterministic or torch.are_deterministic_algorithms_enabled())
+
+
+_DETERMINISTIC = _DeterministicHopper()
+
+
+@functools.lru_cache
 def _look_at_gluon() -> str | None:
     from tileflash.kernels.hopper.support import why_not
 
@@ -82,3 +116,4 @@ def _what_gluon_lacks() -> str | None:
 _what_gluon_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 register_kernels(HopperBackend.name, _hopper_kernels)
+register_kernels(_DeterministicHopper.kernels, _deterministic_kernels)

@@ -34,7 +34,15 @@ from tileflash.kernels.hopper.attention_backward_producer import (
     produce,
     query_tiles_of,
 )
-from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, unmasked_tiles
+from tileflash.kernels.hopper.tile import (
+    boxes,
+    mask_logits,
+    named_barrier_sync,
+    rows_at,
+    scheduled_tile,
+    soft_capped,
+    unmasked_tiles,
+)
 
 KEYS = gl.constexpr(128)  # of a program
 MEETING_POINT = gl.constexpr(10)  # the hardware barrier at which both warpgroups' dS is in shared memory
@@ -61,15 +69,14 @@ def _times_transposed(tiles, first_tile, other, WARPGROUP: gl.constexpr, BLOCK_M
 @gluon.jit
 def _step(
     within, i_row, more, offset, uncut_begin, uncut_end, keys_left, count, logits, d_weights, d_k, d_v,
-    shared, staging, meeting, acc_desc, acc_ptr, scale_log2, sizes,
+    shared, staging, meeting, acc_desc, acc_ptr, scale_log2, cap_scale, low, high,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, HAS_DQ: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries. Handed from step to step: with PREFETCH 1 the finished `logits` of this tile, with 2 also `d_weights`, still
     being made. More would be faster on paper, but what is in flight when dQ needs its registers makes ptxas serialise all wgmma."""
     tiles, stats_shared, barriers = shared
     d_logits_shared, d_q_shared = staging
-    low, high = sizes[8], sizes[9]
     DTYPE: gl.constexpr = tiles.dtype
     PARTS: gl.constexpr = KEYS // BLOCK_M  # tiles that K and V take each; Q's come after them, then dO's
     Q: gl.constexpr = 2 * PARTS
@@ -100,6 +107,9 @@ def _step(
     lse = load_statistics(stats_shared, stage, 0, BLOCK_M, QUERIES)
     if PREFETCH == 0:
         logits = warpgroup_mma_wait(1, deps=(logits,))
+    if cap_scale is not None:
+        logits, derivative = soft_capped(logits, cap_scale)
+        derivative = derivative.to(DTYPE)  # half the registers, and dS is rounded to that anyway
     if HAS_HIGH:
         cut = within < uncut_begin
         if HAS_LOW:
@@ -113,58 +123,63 @@ def _step(
             logits = mask_logits(logits, i_columns, first_column, i_rows + (distance - low), True, HAS_LOW)
     fp32_weights = gl.exp2(logits * scale_log2 - lse[None, :])  # P: [64, BLOCK_M]
     # A wait for an mbarrier ends the basic block, which keeps the exponentials above the wait for wgmma (see the forward kernel).
-    if DQ_BY_TMA:
+    if DQ_BY_TMA and HAS_DQ:
         mbarrier.wait(meeting.index(2 + pair), (count // 2 & 1) ^ 1)
     else:
         mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + stage), phase)  # long since complete
     delta = load_statistics(stats_shared, stage, 1, BLOCK_M, QUERIES)
     d_weights, fp32_weights = warpgroup_mma_wait(0, deps=(d_weights, fp32_weights))
     weights = gl.convert_layout(fp32_weights.to(DTYPE), FACTOR)
+    if cap_scale is not None:
+        fp32_weights *= derivative.to(gl.float32)
     d_logits = (fp32_weights * (d_weights - delta[None, :])).to(DTYPE)  # dS: [64, BLOCK_M]
-    d_logits_shared.index(pair * 2 + WARPGROUP).store(d_logits)
+    if HAS_DQ:
+        d_logits_shared.index(pair * 2 + WARPGROUP).store(d_logits)
     d_v = warpgroup_mma(weights, d_out, d_v, is_async=True)  # [64, BLOCK_D]
-    fence_async_shared()
-    if DQ_BY_TMA:
-        mbarrier.arrive(meeting.index(pair), count=1)
-        mbarrier.wait(meeting.index(pair), count // 2 & 1)
-    else:
-        named_barrier_sync(MEETING_POINT, 256)
-
-    # This warpgroup's half of dQ over all 128 keys: 64 columns where the tile has 64 queries, else 64 queries. [64, 64]
-    nothing = gl.zeros([64, 64], gl.float32, D_QUERY)
-    k_0 = _keys(tiles, origin, 0, BLOCK_M, BLOCK_D)
-    k_1 = _keys(tiles, origin, 1, BLOCK_M, BLOCK_D)
-    if BLOCK_M == 64:
-        left_0 = d_logits_shared.index(pair * 2)
-        left_1 = d_logits_shared.index(pair * 2 + 1)
-        k_0 = k_0.slice(WARPGROUP * 64, 64, dim=1)
-        k_1 = k_1.slice(WARPGROUP * 64, 64, dim=1)
-    else:
-        left_0 = d_logits_shared.index(pair * 2).slice(WARPGROUP * 64, 64, dim=1)
-        left_1 = d_logits_shared.index(pair * 2 + 1).slice(WARPGROUP * 64, 64, dim=1)
-    d_q = warpgroup_mma(left_0.permute((1, 0)), k_0, nothing, use_acc=False, is_async=True)
-    d_q = warpgroup_mma(left_1.permute((1, 0)), k_1, d_q, is_async=True)
-    d_k = warpgroup_mma(gl.convert_layout(d_logits, FACTOR), q, d_k, is_async=True)  # [64, BLOCK_D]
-    d_v, d_q = warpgroup_mma_wait(1, deps=(d_v, d_q))
-    if DQ_BY_TMA:
-        mbarrier.arrive(meeting.index(2 + pair), count=1)
-    # The accumulator is in the order in which threads hold it, so that nothing is shuffled and all accesses are 16 bytes wide.
-    piece = i_row * 2 + WARPGROUP
-    d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    if DQ_BY_TMA:
-        tma_store_wait(0)
-        thread_barrier()
-        d_q_shared.index(WARPGROUP).store(d_q.reshape([16, 256]))
+    if HAS_DQ:
         fence_async_shared()
-        tma_reduce_add(acc_desc, [piece * 16, 0], d_q_shared.index(WARPGROUP))
-    else:
-        d_q = d_q.reshape([64 * 64])
-        places = gl.arange(0, 64 * 64, layout=d_q.type.layout)
-        gl.atomic_add(acc_ptr + piece.to(gl.int64) * (64 * 64) + places, d_q, sem="relaxed", scope="gpu")
+        if DQ_BY_TMA:
+            mbarrier.arrive(meeting.index(pair), count=1)
+            mbarrier.wait(meeting.index(pair), count // 2 & 1)
+        else:
+            named_barrier_sync(MEETING_POINT, 256)
 
-    # The next tile is started only now that dQ has left its registers.
+        # This warpgroup's half of dQ over all 128 keys: 64 columns where the tile has 64 queries, else 64 queries. [64, 64]
+        nothing = gl.zeros([64, 64], gl.float32, D_QUERY)
+        k_0 = _keys(tiles, origin, 0, BLOCK_M, BLOCK_D)
+        k_1 = _keys(tiles, origin, 1, BLOCK_M, BLOCK_D)
+        if BLOCK_M == 64:
+            left_0 = d_logits_shared.index(pair * 2)
+            left_1 = d_logits_shared.index(pair * 2 + 1)
+            k_0 = k_0.slice(WARPGROUP * 64, 64, dim=1)
+            k_1 = k_1.slice(WARPGROUP * 64, 64, dim=1)
+        else:
+            left_0 = d_logits_shared.index(pair * 2).slice(WARPGROUP * 64, 64, dim=1)
+            left_1 = d_logits_shared.index(pair * 2 + 1).slice(WARPGROUP * 64, 64, dim=1)
+        d_q = warpgroup_mma(left_0.permute((1, 0)), k_0, nothing, use_acc=False, is_async=True)
+        d_q = warpgroup_mma(left_1.permute((1, 0)), k_1, d_q, is_async=True)
+    d_k = warpgroup_mma(gl.convert_layout(d_logits, FACTOR), q, d_k, is_async=True)  # [64, BLOCK_D]
+    if HAS_DQ:
+        d_v, d_q = warpgroup_mma_wait(1, deps=(d_v, d_q))
+        if DQ_BY_TMA:
+            mbarrier.arrive(meeting.index(2 + pair), count=1)
+        # The accumulator is in the order in which threads hold it, so that nothing is shuffled and all accesses are 16 bytes wide.
+        piece = i_row * 2 + WARPGROUP
+        d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+        if DQ_BY_TMA:
+            tma_store_wait(0)
+            thread_barrier()
+            d_q_shared.index(WARPGROUP).store(d_q.reshape([16, 256]))
+            fence_async_shared()
+            tma_reduce_add(acc_desc, [piece * 16, 0], d_q_shared.index(WARPGROUP))
+        else:
+            d_q = d_q.reshape([64 * 64])
+            places = gl.arange(0, 64 * 64, layout=d_q.type.layout)
+            gl.atomic_add(acc_ptr + piece.to(gl.int64) * (64 * 64) + places, d_q, sem="relaxed", scope="gpu")
+
+    # The next tile is started only now that dQ has left its registers. (Without dQ d_v is still being made, too.)
     if PREFETCH == 0:
-        d_k = warpgroup_mma_wait(0, deps=(d_k,))
+        d_v, d_k = warpgroup_mma_wait(0, deps=(d_v, d_k))
         mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
     else:
         mbarrier.wait(barriers.index(FIRST_STAGE + next_stage), next_phase, pred=more)
@@ -172,11 +187,11 @@ def _step(
         if PREFETCH == 2:
             mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + next_stage), next_phase, pred=more)
             d_weights = _times_transposed(tiles, origin + PARTS, D_OUT + next_stage, WARPGROUP, BLOCK_M, BLOCK_D)
-            d_k = warpgroup_mma_wait(2, deps=(d_k,))
+            d_v, d_k = warpgroup_mma_wait(2, deps=(d_v, d_k))
             mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
             logits = warpgroup_mma_wait(1, deps=(logits,))
         else:
-            d_k = warpgroup_mma_wait(1, deps=(d_k,))
+            d_v, d_k = warpgroup_mma_wait(1, deps=(d_v, d_k))
             mbarrier.arrive(barriers.index(FIRST_STAGE + 2 * STAGES + stage), count=1)
             mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + next_stage), next_phase, pred=more)
             logits = warpgroup_mma_wait(0, deps=(logits,))
@@ -185,9 +200,10 @@ def _step(
 
 @gluon.jit
 def _consume_tile(
-    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
+    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr,
+    HAS_DQ: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """64 of a tile's 128 keys: their dK and dV, and half of the dQ of every tile of queries that sees the 128."""
     _, _, _, _, _, acc_desc, d_k_desc, d_v_desc = descriptors
@@ -196,15 +212,20 @@ def _consume_tile(
     PARTS: gl.constexpr = KEYS // BLOCK_M
     Q: gl.constexpr = 2 * PARTS
     D_OUT: gl.constexpr = 2 * PARTS + STAGES
-    _, _, _, query_tiles, _, key_length, kv_heads, kv_group, low, high = sizes
+    query_tiles, kv_heads, kv_group = sizes[3], sizes[6], sizes[7]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     DTYPE: gl.constexpr = d_k_desc.dtype
-    first, batch_kv_head, begin, end = query_tiles_of(tile, sizes, KEYS, BLOCK_M, HAS_LOW, HAS_HIGH)
+    first, batch_kv_head, begin, end, queries, key_length, low, high, _, k_begin, stats_tile = query_tiles_of(
+        tile, table_ptr, sizes, KEYS, BLOCK_M, HAS_LOW, HAS_HIGH, PACKED
+    )
     own_first = first + WARPGROUP * 64
     # The tiles of queries that see all of this warpgroup's keys, counted from `begin`; none where the keys end among them.
+    rows_of_tiles = query_tiles * BLOCK_M
+    if PACKED:
+        rows_of_tiles = gl.cdiv(queries, BLOCK_M) * BLOCK_M
     uncut_begin, uncut_end = unmasked_tiles(
-        own_first, own_first + 63, query_tiles * BLOCK_M, -high, -low, begin, end, BLOCK_M, HAS_HIGH, HAS_LOW
+        own_first, own_first + 63, rows_of_tiles, -high, -low, begin, end, BLOCK_M, HAS_HIGH, HAS_LOW
     )
     uncut_begin = gl.where(own_first + 64 > key_length, end, uncut_begin) - begin
     uncut_end -= begin
@@ -235,18 +256,18 @@ def _consume_tile(
     # All query heads of the group one after the other, as one loop: what is prefetched at the end of a head is the next one's.
     tiles_of_head = end - begin
     steps = tiles_of_head
-    first_row = batch_kv_head * query_tiles + begin
+    first_row = batch_kv_head * query_tiles + begin + stats_tile
     if GROUPED:
         steps *= kv_group
-        first_row = batch_kv_head * kv_group * query_tiles + begin
+        first_row = batch_kv_head * kv_group * query_tiles + begin + stats_tile
         within = 0
     for step in range(steps):
         if not GROUPED:
             within = step
         logits, d_weights, d_k, d_v = _step(
             within, first_row + within, step + 1 < steps, offset, uncut_begin, uncut_end, key_length - own_first, count + step,
-            logits, d_weights, d_k, d_v, shared, staging, meeting, acc_desc, acc_ptr, scale_log2, sizes,
-            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA,
+            logits, d_weights, d_k, d_v, shared, staging, meeting, acc_desc, acc_ptr, scale_log2, cap_scale, low, high,
+            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PREFETCH, DQ_BY_TMA, HAS_DQ,
         )  # fmt: skip
         if GROUPED:
             within += 1
@@ -258,11 +279,11 @@ def _consume_tile(
     mbarrier.arrive(barriers.index(KV_EMPTY), count=1)
 
     # Out through this warpgroup's staging of dQ (one tile at a time), or through the dS buffer that is free (both at once).
-    at = [batch_kv_head // kv_heads, batch_kv_head % kv_heads, own_first, 0]
+    at = rows_at(batch_kv_head // kv_heads, batch_kv_head % kv_heads, own_first, 0, k_begin, key_length, PACKED)
     tma_store_wait(0)
     thread_barrier()
     if DQ_BY_TMA:
-        leaving = reinterpret(d_q_shared.index(WARPGROUP), DTYPE, [1, 1, 64, BLOCK_D], d_k_desc.layout)
+        leaving = reinterpret(d_q_shared.index(WARPGROUP), DTYPE, d_k_desc.block_type.shape, d_k_desc.layout)
         leaving.reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
         fence_async_shared()
         tma_store(d_v_desc, at, leaving)
@@ -274,7 +295,7 @@ def _consume_tile(
         tma_store(d_k_desc, at, leaving)
     else:
         free = d_logits_shared.index(count % 2 * 2 + WARPGROUP)
-        leaving = reinterpret(free, DTYPE, [2, 1, 1, 64, BLOCK_D], d_k_desc.layout)
+        leaving = reinterpret(free, DTYPE, boxes(2, d_k_desc.block_type.shape), d_k_desc.layout)
         leaving.index(0).reshape([64, BLOCK_D]).store(d_v.to(DTYPE))
         leaving.index(1).reshape([64, BLOCK_D]).store((d_k * scale).to(DTYPE))
         fence_async_shared()
@@ -285,28 +306,36 @@ def _consume_tile(
 
 @gluon.jit
 def _consume(
-    descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes,
+    descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr,
+    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup."""
-    items, tiles = sizes[0], sizes[1]
     if PERSISTENT:
         count = 0
-        for item in range(items):
-            tile = scheduled_tile(table_ptr, item, items, tiles, True)
+        for item in range(sizes[0]):
+            tile = scheduled_tile(table_ptr, item, sizes, True, PACKED)
             if tile >= 0:
                 count = _consume_tile(
-                    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
-                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
+                    tile, item, count, descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ, PACKED,
                 )  # fmt: skip
     else:
-        _consume_tile(
-            only_tile(sizes, HAS_HIGH), 0, gl.to_tensor(0),
-            descriptors, shared, staging, meeting, acc_ptr, scale, scale_log2, sizes,
-            WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA,
-        )  # fmt: skip
+        nothing_yet = gl.to_tensor(0)
+        tile = only_tile(table_ptr, sizes, HAS_HIGH, PACKED)
+        if PACKED:
+            if tile >= 0:
+                _consume_tile(
+                    tile, 0, nothing_yet, descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                    WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ, PACKED,
+                )  # fmt: skip
+        else:
+            _consume_tile(
+                tile, 0, nothing_yet, descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                WARPGROUP, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, HAS_DQ, PACKED,
+            )  # fmt: skip
     tma_store_wait(0)
 
 
@@ -317,20 +346,22 @@ def _consume(
 )  # fmt: skip
 def attention_backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc, acc_ptr, table_ptr,
-    items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high,
+    items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high, cap_scale,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr,
+    PREFETCH: gl.constexpr, DQ_BY_TMA: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, and dQ / scale added to the accumulator.
 
     The descriptors see q, k, v, d_out, d_k, d_v as [B, H, S, D] in tiles of [1, 1, BLOCK_M or 64, BLOCK_D]; the statistics as
     [B * Hq * query_tiles, 2 * BLOCK_M] fp32 (lse * log2(e), then delta); the accumulator as rows of 256 fp32, 16 of them a piece of
-    [64, 64], two pieces a tile of queries. `table_ptr` [items, programs] is read by persistent programs only.
+    [64, 64], two pieces a tile of queries. `table_ptr` [items, programs] is read by persistent programs only. `cap_scale` may be None; with
+    a soft cap it is scale / cap, and `scale_log2` is cap * log2(e).
     """
     DTYPE: gl.constexpr = q_desc.dtype
     TILES: gl.constexpr = 2 * KEYS // BLOCK_M + 2 * STAGES
-    tiles_shared = gl.allocate_shared_memory(DTYPE, [TILES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    tiles_shared = gl.allocate_shared_memory(DTYPE, boxes(TILES, q_desc.block_type.shape), q_desc.layout)
     stats_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * BLOCK_M], stats_desc.layout)
     D_LOGITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     d_logits_shared = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], D_LOGITS)
@@ -351,13 +382,15 @@ def attention_backward_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 0, BLOCK_M, BLOCK_D, STAGES,
-                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT)),
+                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                0, BLOCK_M, BLOCK_D, STAGES,
+                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ, PACKED)),
             (_consume, (
-                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, sizes, 1, BLOCK_M, BLOCK_D, STAGES,
-                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT)),
+                descriptors, shared, staging, meeting, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                1, BLOCK_M, BLOCK_D, STAGES,
+                HAS_LOW, HAS_HIGH, GROUPED, PREFETCH, DQ_BY_TMA, PERSISTENT, HAS_DQ, PACKED)),
             (produce, (
-                descriptors, shared, table_ptr, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+                descriptors, shared, table_ptr, sizes, KEYS, BLOCK_M, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT, PACKED)),
         ],
         [4, 1],
         [240, 24],

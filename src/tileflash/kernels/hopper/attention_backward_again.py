@@ -7,6 +7,8 @@ forward pass (attention_forward_again.py) it is looked for in the result.
 import triton
 import triton.language as tl
 
+from tileflash.kernels.triton.features import tanh
+
 
 @triton.jit
 def load_rows(ptr, i_rows, end, stride, D, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr):
@@ -24,7 +26,7 @@ def d_query_again(
     base, stride_dqs, stats, i_row, query_length, key_length, batch, head, kv_head,
     q_ptr, k_ptr, v_ptr, d_out_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, scale, scale_log2, low, high, D, DV,
+    stride_gb, stride_gs, stride_gh, scale, scale_log2, low, high, D, DV, cap_scale,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """d_q of the BLOCK_M rows from `i_row` on. `stats` points to the tile's statistics: lse * log2(e), then delta."""
@@ -50,7 +52,11 @@ def d_query_again(
             i_key_64 = tl.cast(i_key, tl.int64)
             k = tl.load(k_base + i_key_64 * stride_ks + i_columns, mask=i_columns < D, other=0.0).to(tl.float32)
             v = tl.load(v_base + i_key_64 * stride_vs + i_columns, mask=i_columns < DV, other=0.0).to(tl.float32)
-            weights = tl.exp2(tl.sum(q * k[None, :], 1) * scale_log2 - lse_log2)
+            logits = tl.sum(q * k[None, :], 1)
+            derivative = 1.0
+            if cap_scale is not None:
+                logits, derivative = tanh(logits * cap_scale)
+            weights = tl.exp2(logits * scale_log2 - lse_log2) * derivative
             d_logits = weights * (tl.sum(d_out * v[None, :], 1) - delta)
             visible = (i_key >= i_queries + low) & (i_key <= i_queries + high)
             d_q += tl.where(visible[:, None], d_logits[:, None] * k[None, :], 0.0)

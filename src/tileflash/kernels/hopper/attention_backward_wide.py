@@ -28,7 +28,15 @@ from tileflash.kernels.hopper.attention_backward_producer import (
     produce,
     query_tiles_of,
 )
-from tileflash.kernels.hopper.tile import mask_logits, named_barrier_sync, scheduled_tile, unmasked_tiles
+from tileflash.kernels.hopper.tile import (
+    boxes,
+    mask_logits,
+    named_barrier_sync,
+    rows_at,
+    scheduled_tile,
+    soft_capped,
+    unmasked_tiles,
+)
 
 KEYS = gl.constexpr(64)  # of a program
 QUERIES = gl.constexpr(64)  # of a tile
@@ -51,22 +59,28 @@ def _start_products(tiles, origin, stage, WARPGROUP: gl.constexpr, BLOCK_D: gl.c
 
 @gluon.jit
 def _consume_tile(
-    tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
+    tile, item, count, descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    HAS_DQ: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Half of the columns of one tile's dK and dV, and of the dQ of every tile of queries that sees it."""
     _, _, _, _, _, _, d_k_desc, d_v_desc = descriptors
     tiles, stats_shared, barriers = shared
     weights_shared, d_logits_shared = staging
-    _, _, _, query_tiles, _, key_length, kv_heads, kv_group, low, high = sizes
+    query_tiles, kv_heads, kv_group = sizes[3], sizes[6], sizes[7]
     DTYPE: gl.constexpr = d_k_desc.dtype
     HALF: gl.constexpr = BLOCK_D // 2
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LOGITS)
-    first, batch_kv_head, begin, end = query_tiles_of(tile, sizes, KEYS, QUERIES, HAS_LOW, HAS_HIGH)
+    first, batch_kv_head, begin, end, queries, key_length, low, high, _, k_begin, stats_tile = query_tiles_of(
+        tile, table_ptr, sizes, KEYS, QUERIES, HAS_LOW, HAS_HIGH, PACKED
+    )
+    rows_of_tiles = query_tiles * QUERIES
+    if PACKED:
+        rows_of_tiles = gl.cdiv(queries, QUERIES) * QUERIES
     uncut_begin, uncut_end = unmasked_tiles(
-        first, first + KEYS - 1, query_tiles * QUERIES, -high, -low, begin, end, QUERIES, HAS_HIGH, HAS_LOW
+        first, first + KEYS - 1, rows_of_tiles, -high, -low, begin, end, QUERIES, HAS_HIGH, HAS_LOW
     )
     uncut_begin = gl.where(first + KEYS > key_length, end, uncut_begin)
     d_k = gl.zeros([KEYS, HALF], gl.float32, GRADIENT)
@@ -79,7 +93,7 @@ def _consume_tile(
 
     steps = (end - begin) * kv_group
     i_tile = begin
-    head_row = batch_kv_head * kv_group * query_tiles
+    head_row = batch_kv_head * kv_group * query_tiles + stats_tile
     mbarrier.wait(barriers.index(FIRST_STAGE + count % STAGES), count // STAGES & 1)
     mbarrier.wait(barriers.index(FIRST_STAGE + STAGES + count % STAGES), count // STAGES & 1)
     logits, d_weights = _start_products(tiles, 0, count % STAGES, WARPGROUP, BLOCK_D, STAGES)
@@ -91,6 +105,8 @@ def _consume_tile(
         # 0, but not to the compiler: else it would make wgmma's descriptors of K and V before the loop and run out of registers for them.
         origin = count >> 30
         lse = load_statistics(stats_shared, stage, WARPGROUP, 32, COLUMNS)
+        if cap_scale is not None:
+            logits, derivative = soft_capped(logits, cap_scale)
         if HAS_HIGH:
             cut = i_tile < uncut_begin
             if HAS_LOW:
@@ -105,6 +121,8 @@ def _consume_tile(
         weights_shared.index(pair).slice(WARPGROUP * 32, 32, dim=1).store(fp32_weights.to(DTYPE))
         delta = load_statistics(stats_shared, stage, 2 + WARPGROUP, 32, COLUMNS)
         d_weights, fp32_weights = warpgroup_mma_wait(0, deps=(d_weights, fp32_weights))
+        if cap_scale is not None:
+            fp32_weights *= derivative
         d_logits = (fp32_weights * (d_weights - delta[None, :])).to(DTYPE)  # dS: [64, 32]
         d_logits_shared.index(pair).slice(WARPGROUP * 32, 32, dim=1).store(d_logits)
         fence_async_shared()
@@ -114,14 +132,16 @@ def _consume_tile(
         q = tiles.index(2 + stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
         d_out = tiles.index(2 + STAGES + stage).reshape([QUERIES, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
         own_k = tiles.index(origin).reshape([KEYS, BLOCK_D]).slice(WARPGROUP * HALF, HALF, dim=1)
-        d_q = warpgroup_mma(left.permute((1, 0)), own_k, no_gradient, use_acc=False, is_async=True)  # [64, HALF]
+        if HAS_DQ:
+            d_q = warpgroup_mma(left.permute((1, 0)), own_k, no_gradient, use_acc=False, is_async=True)  # [64, HALF]
         d_v = warpgroup_mma(weights_shared.index(pair), d_out, d_v, is_async=True)  # [64, HALF]
         d_k = warpgroup_mma(left, q, d_k, is_async=True)  # [64, HALF]
-        d_q = warpgroup_mma_wait(2, deps=(d_q,))
-        piece = (head_row + i_tile) * 2 + WARPGROUP
-        d_q = d_q.reshape([4, 2, 8, HALF // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([QUERIES * HALF])
-        places = gl.arange(0, QUERIES * HALF, layout=d_q.type.layout)
-        gl.atomic_add(acc_ptr + piece.to(gl.int64) * (QUERIES * HALF) + places, d_q, sem="relaxed", scope="gpu")
+        if HAS_DQ:
+            d_q = warpgroup_mma_wait(2, deps=(d_q,))
+            piece = (head_row + i_tile) * 2 + WARPGROUP
+            d_q = d_q.reshape([4, 2, 8, HALF // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([QUERIES * HALF])
+            places = gl.arange(0, QUERIES * HALF, layout=d_q.type.layout)
+            gl.atomic_add(acc_ptr + piece.to(gl.int64) * (QUERIES * HALF) + places, d_q, sem="relaxed", scope="gpu")
         # The next tile's products queue up behind this one's.
         count += 1
         next_stage = count % STAGES
@@ -141,11 +161,13 @@ def _consume_tile(
 
     # Out: the one warpgroup through the memory of P, the other through that of dS, when both have read them.
     named_barrier_sync(MEETING_POINT, 256)
-    at = [batch_kv_head // kv_heads, batch_kv_head % kv_heads, first, WARPGROUP * HALF]
+    at = rows_at(
+        batch_kv_head // kv_heads, batch_kv_head % kv_heads, first, WARPGROUP * HALF, k_begin, key_length, PACKED
+    )
     if WARPGROUP == 0:
-        leaving = reinterpret(weights_shared, DTYPE, [1, 1, KEYS, HALF], d_k_desc.layout)
+        leaving = reinterpret(weights_shared, DTYPE, d_k_desc.block_type.shape, d_k_desc.layout)
     else:
-        leaving = reinterpret(d_logits_shared, DTYPE, [1, 1, KEYS, HALF], d_k_desc.layout)
+        leaving = reinterpret(d_logits_shared, DTYPE, d_k_desc.block_type.shape, d_k_desc.layout)
     leaving.reshape([KEYS, HALF]).store(d_v.to(DTYPE))
     fence_async_shared()
     tma_store(d_v_desc, at, leaving)
@@ -160,27 +182,34 @@ def _consume_tile(
 
 @gluon.jit
 def _consume(
-    descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
+    descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
     WARPGROUP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr, HAS_DQ: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup."""
-    items, tiles = sizes[0], sizes[1]
     if PERSISTENT:
         count = 0
-        for item in range(items):
-            tile = scheduled_tile(table_ptr, item, items, tiles, True)
+        for item in range(sizes[0]):
+            tile = scheduled_tile(table_ptr, item, sizes, True, PACKED)
             if tile >= 0:
                 count = _consume_tile(
-                    tile, item, count, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
-                    WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
+                    tile, item, count, descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                    WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, HAS_DQ, PACKED,
                 )  # fmt: skip
     else:
         nothing_yet = gl.to_tensor(0)
-        _consume_tile(
-            only_tile(sizes, HAS_HIGH), 0, nothing_yet, descriptors, shared, staging, acc_ptr, scale, scale_log2, sizes,
-            WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH,
-        )  # fmt: skip
+        tile = only_tile(table_ptr, sizes, HAS_HIGH, PACKED)
+        if PACKED:
+            if tile >= 0:
+                _consume_tile(
+                    tile, 0, nothing_yet, descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                    WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, HAS_DQ, PACKED,
+                )  # fmt: skip
+        else:
+            _consume_tile(
+                tile, 0, nothing_yet, descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                WARPGROUP, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, HAS_DQ, PACKED,
+            )  # fmt: skip
     tma_store_wait(0)
 
 
@@ -191,12 +220,13 @@ def _consume(
 )  # fmt: skip
 def attention_backward_wide_kernel(
     q_desc, k_desc, v_desc, d_out_desc, stats_desc, acc_desc, d_k_desc, d_v_desc, acc_ptr, table_ptr,
-    items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high,
+    items, tiles, key_blocks, query_tiles, query_length, key_length, kv_heads, kv_group, scale, scale_log2, low, high, cap_scale,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PERSISTENT: gl.constexpr,
+    HAS_DQ: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """`attention_backward_kernel` with 64 keys a program and 64 queries a tile; a piece of the accumulator is [64, BLOCK_D / 2]."""
     DTYPE: gl.constexpr = q_desc.dtype
-    tiles_shared = gl.allocate_shared_memory(DTYPE, [2 + 2 * STAGES, 1, 1, QUERIES, BLOCK_D], q_desc.layout)
+    tiles_shared = gl.allocate_shared_memory(DTYPE, boxes(2 + 2 * STAGES, q_desc.block_type.shape), q_desc.layout)
     stats_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * QUERIES], stats_desc.layout)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
     weights_shared = gl.allocate_shared_memory(DTYPE, [2, KEYS, QUERIES], TILE)
@@ -210,14 +240,14 @@ def attention_backward_wide_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
-                0, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                0, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT, HAS_DQ, PACKED)),
             (_consume, (
-                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, sizes,
-                1, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+                descriptors, shared, staging, acc_ptr, table_ptr, scale, scale_log2, cap_scale, sizes,
+                1, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT, HAS_DQ, PACKED)),
             (produce, (
                 descriptors, shared, table_ptr, sizes,
-                KEYS, QUERIES, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT)),
+                KEYS, QUERIES, BLOCK_D, STAGES, HAS_LOW, HAS_HIGH, PERSISTENT, PACKED)),
         ],
         [4, 1],
         [240, 24],

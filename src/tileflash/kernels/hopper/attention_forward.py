@@ -18,63 +18,67 @@ from tileflash.kernels.compat_gluon import (
     warpgroup_mma_wait,
 )
 from tileflash.kernels.hopper.attention_forward_again import attend_again
-from tileflash.kernels.hopper.tile import LN_2, mask_logits, scheduled_tile, unmasked_tiles, visible_tiles
-
-
-@gluon.jit
-def _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M: gl.constexpr):
-    """First and last query row of a tile, its batch, head and K/V head."""
-    first = tile % query_tiles * BLOCK_M
-    batch_head = tile // query_tiles
-    head = batch_head % heads
-    return first, gl.minimum(first + BLOCK_M, query_length) - 1, batch_head // heads, head, head // kv_group
+from tileflash.kernels.hopper.tile import (
+    LN_2,
+    LOG2_E,
+    boxes,
+    locate_queries,
+    mask_keys,
+    rows_at,
+    scheduled_tile,
+    soft_capped,
+    unmasked_tiles,
+    visible_tiles,
+)
 
 
 @gluon.jit
 def _produce(
     descriptors, buffers, barriers, table_ptr, sizes,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: K of a tile is fetched before V of the tile before it, as the consumers want them."""
     q_desc, k_desc, v_desc, _ = descriptors
     q_shared, k_shared, v_shared, _ = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high = sizes
+    items = sizes[0]
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     TILE_BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
     count = 0  # of key tiles fetched so far: gives the stage and the phase of its barrier
     for item in range(items):
-        tile = scheduled_tile(table_ptr, item, items, tiles, HAS_HIGH)
+        tile = scheduled_tile(table_ptr, item, sizes, HAS_HIGH, PACKED)
         if tile >= 0:
-            first, last, batch, head, kv_head = _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M)
+            (
+                first, last, batch, head, kv_head, query_length, key_length, low, high, q_begin, k_begin, _stats,
+            ) = locate_queries(tile, table_ptr, sizes, BLOCK_M, PACKED)  # fmt: skip
             begin, end = visible_tiles(first, last, key_length, low, high, BLOCK_N, HAS_LOW, HAS_HIGH)
             stage = count % STAGES
             mbarrier.wait(k_empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(k_full.index(stage), TILE_BYTES)
-            k_at = [batch, kv_head, (end - 1) * BLOCK_N, 0]
+            k_at = rows_at(batch, kv_head, (end - 1) * BLOCK_N, 0, k_begin, key_length, PACKED)
             tma_load(k_desc, k_at, k_full.index(stage), k_shared.index(stage))
             for warpgroup in gl.static_range(WARPGROUPS):
                 mbarrier.wait(q_empty.index(warpgroup), (item & 1) ^ 1)
                 mbarrier.expect(q_full.index(warpgroup), 64 * BLOCK_D * 2)
-                q_at = [batch, head, first + warpgroup * 64, 0]
+                q_at = rows_at(batch, head, first + warpgroup * 64, 0, q_begin, query_length, PACKED)
                 tma_load(q_desc, q_at, q_full.index(warpgroup), q_shared.index(warpgroup))
             for i_tile in range(1, end - begin):
                 next_stage = (count + 1) % STAGES
                 mbarrier.wait(k_empty.index(next_stage), ((count + 1) // STAGES & 1) ^ 1)
                 mbarrier.expect(k_full.index(next_stage), TILE_BYTES)
-                k_at = [batch, kv_head, (end - 1 - i_tile) * BLOCK_N, 0]
+                k_at = rows_at(batch, kv_head, (end - 1 - i_tile) * BLOCK_N, 0, k_begin, key_length, PACKED)
                 tma_load(k_desc, k_at, k_full.index(next_stage), k_shared.index(next_stage))
                 stage = count % STAGES
                 mbarrier.wait(v_empty.index(stage), (count // STAGES & 1) ^ 1)
                 mbarrier.expect(v_full.index(stage), TILE_BYTES)
-                v_at = [batch, kv_head, (end - i_tile) * BLOCK_N, 0]
+                v_at = rows_at(batch, kv_head, (end - i_tile) * BLOCK_N, 0, k_begin, key_length, PACKED)
                 tma_load(v_desc, v_at, v_full.index(stage), v_shared.index(stage))
                 count += 1
             stage = count % STAGES
             mbarrier.wait(v_empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
-            v_at = [batch, kv_head, begin * BLOCK_N, 0]
+            v_at = rows_at(batch, kv_head, begin * BLOCK_N, 0, k_begin, key_length, PACKED)
             tma_load(v_desc, v_at, v_full.index(stage), v_shared.index(stage))
             count += 1
 
@@ -103,14 +107,6 @@ def _row_sums_in_threads(weights):
 
 
 @gluon.jit
-def _mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N: gl.constexpr, HAS_LOW: gl.constexpr):
-    """-inf in [64, BLOCK_N] logits where the query does not see the key."""
-    i_keys = i_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, logits.type.layout))
-    last = gl.minimum(i_queries + high, key_length - 1)
-    return mask_logits(logits, i_keys, i_queries + low, last, HAS_LOW, True)
-
-
-@gluon.jit
 def _softmax_step(logits, row_max, scale_log2, MASKED: gl.constexpr):
     """Of logits [64, BLOCK_N] and the maximum so far: the new maximum, the factor for what was summed up with the old one, the weights."""
     new_max = gl.maximum(row_max, gl.max(logits, 1))  # [64]
@@ -125,16 +121,27 @@ def _softmax_step(logits, row_max, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _with_sink(row_max, total, sink):
+    """(lse, what one weight exp2(logit - row_max) is of the whole) where a key without a value has the logit `sink`, which may be larger
+    or smaller than all others by any amount. row_max [64] is in base 2, total [64] relative to it."""
+    sink *= LOG2_E
+    largest = gl.maximum(row_max, sink)
+    keep = gl.exp2(row_max - largest)
+    total = total * keep + gl.exp2(sink - largest)
+    return largest * LN_2 + gl.log(total), keep / total
+
+
+@gluon.jit
 def _consume(
-    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
+    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
     WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, OUT_IN_Q: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: 64 query rows of every tile."""
     out_desc = descriptors[3]
     q_shared, k_shared, v_shared, out_shared = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    items, tiles, query_tiles, query_length, key_length, heads, kv_group, low, high = sizes
+    items, heads = sizes[0], sizes[5]
     DTYPE: gl.constexpr = out_desc.dtype
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -145,12 +152,14 @@ def _consume(
     # NaN from the first tile on whose rows hold NaN: each thread looks at what it holds, and what it found is put together at the end.
     lost = _row_sums_in_threads(gl.zeros([64, BLOCK_D], gl.float32, OUT))
     count = 0
-    next_tile = scheduled_tile(table_ptr, 0, items, tiles, HAS_HIGH)
+    next_tile = scheduled_tile(table_ptr, 0, sizes, HAS_HIGH, PACKED)
     for item in range(items):
         tile = next_tile
-        next_tile = scheduled_tile(table_ptr, item + 1, items, tiles, HAS_HIGH)
+        next_tile = scheduled_tile(table_ptr, item + 1, sizes, HAS_HIGH, PACKED)
         if tile >= 0:
-            first, last, batch, head, _kv_head = _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M)
+            (
+                first, last, batch, head, _kv_head, query_length, key_length, low, high, q_begin, _k_begin, _stats,
+            ) = locate_queries(tile, table_ptr, sizes, BLOCK_M, PACKED)  # fmt: skip
             begin, end = visible_tiles(first, last, key_length, low, high, BLOCK_N, HAS_LOW, HAS_HIGH)
             own_first = first + WARPGROUP * 64
             own_last = gl.minimum(own_first + 63, query_length - 1)
@@ -177,11 +186,13 @@ def _consume(
                 logits = warpgroup_mma(q, k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
                 logits = warpgroup_mma_wait(0, deps=(logits,))  # [64, BLOCK_N]
                 mbarrier.arrive(k_empty.index(stage), count=1)
+                if cap_scale is not None:
+                    logits, _derivative = soft_capped(logits, cap_scale)
                 i_queries = own_first + gl.arange(0, 64, layout=ROWS)
                 i_key = (own_end - 1) * BLOCK_N
                 if HAS_HIGH:
                     if (own_end > full_end) | (own_end <= full_begin):
-                        logits = _mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
+                        logits = mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
                 row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
                 row_max, rescale, fp32_weights = _softmax_step(logits, row_max, scale_log2, HAS_HIGH)
                 row_sum = _row_sums_in_threads(fp32_weights)
@@ -202,11 +213,13 @@ def _consume(
                     acc = warpgroup_mma(weights, v, acc, is_async=True)  # [64, BLOCK_D]
                     logits = warpgroup_mma_wait(1, deps=(logits,))
                     mbarrier.arrive(k_empty.index(next_stage), count=1)
+                    if cap_scale is not None:
+                        logits, _derivative = soft_capped(logits, cap_scale)
                     if HAS_HIGH:
                         key_tile = own_end - 1 - i_tile
                         if (key_tile >= full_end) | (key_tile < full_begin):
                             i_key = key_tile * BLOCK_N
-                            logits = _mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
+                            logits = mask_keys(logits, i_key, i_queries, key_length, low, high, BLOCK_N, HAS_LOW)
                     row_max, rescale, fp32_weights = _softmax_step(logits, row_max, scale_log2, HAS_HIGH)
                     sums = _row_sums_in_threads(fp32_weights)
                     row_sum = (
@@ -232,12 +245,17 @@ def _consume(
                 v = v_shared.index(stage).reshape([BLOCK_N, BLOCK_D])
                 acc = warpgroup_mma(weights, v, acc, is_async=True)
                 total = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
-                lse = row_max * (scale_log2 * LN_2) + gl.log(total)
-                lse_row = lse_ptr + (batch * heads + head).to(gl.int64) * lse_stride
+                if sinks_ptr is not None:
+                    lse, share = _with_sink(row_max * scale_log2, total, gl.load(sinks_ptr + head))
+                else:
+                    lse = row_max * (scale_log2 * LN_2) + gl.log(total)
+                lse_row = lse_ptr + (batch * heads + head).to(gl.int64) * lse_stride + q_begin
                 gl.store(lse_row + i_queries, lse, mask=i_queries < query_length)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(stage), count=1)
-                acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
+                if sinks_ptr is None:
+                    share = 1.0 / total
+                acc = acc * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
                 if HAS_HIGH:
                     lost += _row_sums_in_threads(acc) * 0.0
                 out = out_shared.index(WARPGROUP)
@@ -245,7 +263,7 @@ def _consume(
                     tma_store_wait(0)  # the tile before may still be leaving
                 out.reshape([64, BLOCK_D]).store(acc.to(DTYPE))
                 fence_async_shared()
-                tma_store(out_desc, [batch, head, own_first, 0], out)
+                tma_store(out_desc, rows_at(batch, head, own_first, 0, q_begin, query_length, PACKED), out)
                 if OUT_IN_Q:
                     tma_store_wait(0)
                     mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
@@ -256,18 +274,20 @@ def _consume(
         found = gl.sum(gl.sum(lost, 1), 0)
         if found != found:
             for item in range(items):
-                tile = scheduled_tile(table_ptr, item, items, tiles, HAS_HIGH)
-                first, _last, batch, head, kv_head = _locate(tile, query_tiles, heads, kv_group, query_length, BLOCK_M)
+                tile = scheduled_tile(table_ptr, item, sizes, HAS_HIGH, PACKED)
+                (
+                    first, _last, batch, head, kv_head, query_length, key_length, low, high, q_begin, k_begin, _stats,
+                ) = locate_queries(tile, table_ptr, sizes, BLOCK_M, PACKED)  # fmt: skip
                 own_first = first + WARPGROUP * 64
                 if (tile >= 0) & (own_first < query_length):
                     out = out_shared.index(WARPGROUP)
                     tma_store_wait(0)
                     attend_again(
-                        out.reshape([64, BLOCK_D]), inputs, batch, head, kv_head, own_first, query_length, key_length,
-                        low, high, scale_log2, HAS_LOW, BLOCK_D,
+                        out.reshape([64, BLOCK_D]), inputs, batch, head, kv_head, q_begin, k_begin, own_first, query_length, key_length,
+                        low, high, scale_log2, sinks_ptr, cap_scale, HAS_LOW, BLOCK_D,
                     )  # fmt: skip
                     fence_async_shared()
-                    tma_store(out_desc, [batch, head, own_first, 0], out)
+                    tma_store(out_desc, rows_at(batch, head, own_first, 0, q_begin, query_length, PACKED), out)
     tma_store_wait(0)
 
 
@@ -280,27 +300,29 @@ def _consume(
     do_not_specialize_on_alignment=["lse_ptr"],  # which may begin at any row
 )  # fmt: skip
 def attention_forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, table_ptr, q_ptr, k_ptr, v_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, table_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr,
     lse_stride, items, tiles, query_tiles, query_length, key_length, heads, kv_group, scale_log2, low, high,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, D, DV,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, D, DV, cap_scale,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, OUT_IN_Q: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (fp32, natural logarithm) of q [B, Sq, Hq, D], k [B, Sk, Hq // kv_group, D], v likewise.
 
     The descriptors see the tensors as [B, H, S, D] in tiles of [1, 1, 64 or BLOCK_N, BLOCK_D]; what lies outside is read as 0 and not
     written. `table_ptr` [items, programs] has the tiles of each program (int32, -1 for none); it is not read without a band. The
-    pointers to q, k and v, their strides and head dimensions are for rows that are made again.
+    pointers to q, k and v, their strides and head dimensions are for rows that are made again. `sinks_ptr` [Hq] fp32 may be None. So
+    may `cap_scale`: with a soft cap it is scale / cap, and `scale_log2` is cap * log2(e). PACKED sequences have descriptors of five
+    dimensions (`rows_at`), slots for tiles of a head, a program for each, and in `table_ptr` what packed_tiles.py makes of cu_seqlens.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    q_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, 1, 1, 64, BLOCK_D], q_desc.layout)
-    k_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_shared = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_shared = gl.allocate_shared_memory(DTYPE, boxes(WARPGROUPS, q_desc.block_type.shape), q_desc.layout)
+    k_shared = gl.allocate_shared_memory(DTYPE, boxes(STAGES, k_desc.block_type.shape), k_desc.layout)
+    v_shared = gl.allocate_shared_memory(DTYPE, boxes(STAGES, k_desc.block_type.shape), v_desc.layout)
     if OUT_IN_Q:
         out_shared = q_shared
     else:
-        out_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS, 1, 1, 64, BLOCK_D], out_desc.layout)
+        out_shared = gl.allocate_shared_memory(DTYPE, boxes(WARPGROUPS, q_desc.block_type.shape), out_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -329,14 +351,14 @@ def attention_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
-                    0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
+                    0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q, PACKED)),
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
-                    1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
+                    1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q, PACKED)),
                 (_produce, (
                     descriptors, buffers, barriers, table_ptr, sizes,
-                    BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH)),
+                    BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, PACKED)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -345,17 +367,17 @@ def attention_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
-                    0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
+                    0, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q, PACKED)),
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
-                    1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
+                    1, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q, PACKED)),
                 (_consume, (
-                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs,
-                    2, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q)),
+                    descriptors, buffers, barriers, table_ptr, lse_ptr, lse_stride, scale_log2, sizes, inputs, sinks_ptr, cap_scale,
+                    2, BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, OUT_IN_Q, PACKED)),
                 (_produce, (
                     descriptors, buffers, barriers, table_ptr, sizes,
-                    BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH)),
+                    BLOCK_N, BLOCK_D, STAGES, WARPGROUPS, HAS_LOW, HAS_HIGH, PACKED)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,6 +58,22 @@ class BackwardConfiguration:
         return keys + queries + d_logits + (2 * 64 * 64 * 4 if self.dq_by_tma else 0)
 
 
+@dataclass(frozen=True)
+class QueriesConfiguration:
+    """The pass that makes d_q alone (`deterministic=True`): keys of a tile, stages of the K ring (K of a tile is wanted twice, before
+    and after its softmax) and of the V ring. A program has two consumer warpgroups of 64 queries."""
+
+    block_n: int
+    k_stages: int
+    v_stages: int
+    block_m: int = 128
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory of the tiles; barriers come on top."""
+        rows = 2 * self.block_m + (self.k_stages + self.v_stages) * self.block_n
+        return rows * head_dim * 2
+
+
 # (padded head dimension, banded)
 FORWARD: dict[tuple[int, bool], ForwardConfiguration] = {
     (64, False): ForwardConfiguration(3, 128, 2, 160, 32),
@@ -77,23 +93,77 @@ BACKWARD: dict[tuple[int, bool], BackwardConfiguration] = {
     (256, True): BackwardConfiguration(64, 2, prefetch=0, dq_by_tma=False, persistent=False, keys=64),
 }
 
+# `deterministic=True`, by padded head dimension: what of BACKWARD is another choice for d_k and d_v alone (2 makes ptxas serialise all
+# wgmma, 0 spills in the loop at 64), and the pass for d_q.
+KEYS_ALONE_PREFETCH = {64: 1, 128: 1, 256: 0}
+QUERIES: dict[int, QueriesConfiguration] = {
+    64: QueriesConfiguration(128, 3, 3),
+    128: QueriesConfiguration(64, 4, 3),
+    256: QueriesConfiguration(32, 3, 2),
+}
+
+
+# With a soft cap its derivative lies beside P and dP, and what is started early is no longer free. By `banded`, at 128.
+SOFT_CAP_PREFETCH = {False: 0, True: 1}
+
+
+def backward_configuration(
+    head_dim: int, banded: bool, with_d_q: bool, soft_cap: bool = False, packed: bool = False
+) -> BackwardConfiguration:
+    """Of the kernel that makes d_k and d_v, and d_q with them or not. Packed sequences have a program a tile: nobody on the host knows
+    how long the tiles are."""
+    configuration = BACKWARD[head_dim, banded]
+    if packed:
+        configuration = replace(configuration, persistent=False)
+    if soft_cap and head_dim == 128:
+        return replace(configuration, prefetch=SOFT_CAP_PREFETCH[banded])
+    return configuration if with_d_q else replace(configuration, prefetch=KEYS_ALONE_PREFETCH[head_dim])
+
 
 def padded_head_dim(head_dim: int) -> int:
     """The head dimension whose kernels serve `head_dim`."""
     return next(size for size in HEAD_DIMS if head_dim <= size)
 
 
-def describe(head_dim: int, full: bool, with_gradients: bool) -> list[str]:
+def padded_backward(head_dim: int, soft_cap: bool) -> int:
+    """The same for the backward pass: its tiles of 128 queries at 64 leave no registers for the derivative of a soft cap."""
+    return max(128 if soft_cap else 0, padded_head_dim(head_dim))
+
+
+def describe(
+    head_dim: int,
+    full: bool,
+    with_gradients: bool,
+    deterministic: bool = False,
+    soft_cap: bool = False,
+    packed: bool = False,
+) -> list[str]:
     """What is launched for a head dimension, for people to read: a line a kernel. `full`: nothing is masked (and the keys fill tiles)."""
     padded = padded_head_dim(head_dim)
+    full = full and not packed  # the end of a sequence is masked
     forward = FORWARD[padded, not full]
-    lines = [
+    lines = ["tables of the sequences' tiles, and zeros in rows that see nothing"] if packed else []
+    programs = "a program a tile" if packed else "persistent programs"
+    lines += [
         f"forward: tiles of {forward.block_m} queries and {forward.block_n} keys, head dimension padded to {padded}, "
-        f"{forward.warpgroups} consumer warpgroups and a producer warp, persistent programs"
+        f"{forward.warpgroups} consumer warpgroups and a producer warp, {programs}"
     ]
     if with_gradients:
+        padded = padded_backward(head_dim, soft_cap)
         backward = BACKWARD[padded, not full]
-        programs = "persistent programs" if backward.persistent else f"a program for {backward.keys} keys"
+        persistent = backward.persistent and not packed
+        programs = "persistent programs" if persistent else f"a program for {backward.keys} keys"
+        if deterministic:
+            queries = QUERIES[padded]
+            lines += [
+                "backward, 1 of 4: delta",
+                f"backward, 2 of 4: dK and dV, {backward.keys} keys against tiles of {backward.block_m} queries, 2 consumer warpgroups "
+                f"and a producer warp, {programs}",
+                f"backward, 3 of 4: dQ in fp32, {queries.block_m} queries against tiles of {queries.block_n} keys, 2 consumer warpgroups "
+                f"and a producer warp, {'a program a tile' if packed else 'persistent programs'}; no additions without an order",
+                "backward, 4 of 4: dQ in its dtype",
+            ]
+            return lines
         lines += [
             "backward, 1 of 3: delta, and zeros for the sum of dQ",
             f"backward, 2 of 3: {backward.keys} keys against tiles of {backward.block_m} queries, 2 consumer warpgroups and a producer "
@@ -103,7 +173,9 @@ def describe(head_dim: int, full: bool, with_gradients: bool) -> list[str]:
     return lines
 
 
-def check_configuration(configuration: ForwardConfiguration | BackwardConfiguration, head_dim: int) -> None:
+def check_configuration(
+    configuration: ForwardConfiguration | BackwardConfiguration | QueriesConfiguration, head_dim: int
+) -> None:
     """A shape that does not fit aborts the process inside the compiler, so look before. Raises ValueError."""
     used = configuration.shared_bytes(head_dim)
     if used + _BARRIER_BYTES > SHARED_LIMIT_BYTES:

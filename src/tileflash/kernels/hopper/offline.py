@@ -1,7 +1,7 @@
 """Compile the Hopper kernels without a GPU, and read what came out: registers, spills, shared memory, wgmma.
 
-`python -m tileflash.kernels.hopper.offline` prints a JSON line for every shipped configuration (`... bf16` for one dtype only): a
-minute for each dtype.
+`python -m tileflash.kernels.hopper.offline` prints a JSON line for every shipped configuration, three minutes for each dtype (`... bf16`
+for one dtype only, `--tested` for what the tests compile).
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tileflash.kernels.compat_gluon import LAUNCH_OPTIONS, GluonASTSource
-from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES
-from tileflash.kernels.hopper.launch import BANDS, KernelCall, backward_call, forward_call
+from tileflash.kernels.hopper.configurations import BACKWARD, FORWARD, TYPE_NAMES, padded_backward
+from tileflash.kernels.hopper.launch import (
+    BANDS,
+    Band,
+    KernelCall,
+    KernelOptions,
+    backward_call,
+    backward_queries_call,
+    forward_call,
+)
 
+OPTION_BANDS: dict[torch.dtype, Band] = {torch.bfloat16: "window", torch.float16: "high"}
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -47,7 +56,23 @@ class Report:
 
 
 def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
-    """(kernel, head dimension, band, call) of everything that the launcher starts."""
+    """(kernel, head dimension, band, call) of everything that the launcher starts; of soft caps and packed sequences one band for each
+    dtype."""
+    yield from _default_calls(dtype)
+    yield from _option_calls(dtype)
+
+
+def tested_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
+    """Of these all without an option, and of each option one band: in bf16 at every head dimension, in fp16 (in the tests another version
+    of Triton) at 128, where determinism goes with the other options, too."""
+    yield from _default_calls(dtype)
+    for kernel, head_dim, band, call in _option_calls(dtype):
+        of_two_options = kernel.startswith(("backward keys, ", "backward queries, "))
+        if band == OPTION_BANDS[dtype] and (head_dim == 128 if dtype == torch.float16 else not of_two_options):
+            yield kernel, head_dim, band, call
+
+
+def _default_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
     for band in BANDS:
         for head_dim in sorted({head_dim for head_dim, _ in FORWARD}):
             yield "forward", head_dim, band, forward_call(head_dim, dtype, band)
@@ -58,12 +83,32 @@ def shipped_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCal
                     yield "backward, grouped" if grouped else "backward", head_dim, band, call
 
 
+def _option_calls(dtype: torch.dtype) -> Iterator[tuple[str, int, str, KernelCall]]:
+    """deterministic=True (d_k and d_v, then d_q), a soft cap (and sinks, in the forward pass), packed sequences. All with grouped heads,
+    which are a counter more."""
+    for band in BANDS:
+        for head_dim in sorted({head_dim for head_dim, _ in BACKWARD}):
+            yield "backward keys", head_dim, band, backward_call(head_dim, dtype, band, True, with_d_q=False)
+            yield "backward queries", head_dim, band, backward_queries_call(head_dim, dtype, band)
+    kinds = {"soft cap": KernelOptions(soft_cap=True, sinks=True), "packed": KernelOptions(packed=True)}
+    band = OPTION_BANDS[dtype]
+    for name, options in kinds.items():
+        for head_dim in sorted({head_dim for head_dim, _ in FORWARD}):
+            yield f"forward, {name}", head_dim, band, forward_call(head_dim, dtype, band, options)
+        for head_dim in sorted({padded_backward(head_dim, options.soft_cap) for head_dim, _ in BACKWARD}):
+            yield f"backward, {name}", head_dim, band, backward_call(head_dim, dtype, band, True, on=options)
+            call = backward_call(head_dim, dtype, band, True, with_d_q=False, on=options)
+            yield f"backward keys, {name}", head_dim, band, call
+            yield f"backward queries, {name}", head_dim, band, backward_queries_call(head_dim, dtype, band, options)
+
+
 def compile_offline(call: KernelCall) -> Any:
     """The compiled kernel of a call. Works without a GPU; takes one to four seconds."""
     function = call.kernel
     signature = {name: call.type_of(name) for name in function.arg_names}
     aligned = [i for i, name in enumerate(function.arg_names) if signature[name][0] == "*" and name != "lse_ptr"]
-    source = GluonASTSource(function, signature, call.constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    constants = {**call.constants, **dict.fromkeys(call.absent)}
+    source = GluonASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     return triton.compile(source, target=TARGET, options=LAUNCH_OPTIONS)
 
 
@@ -127,12 +172,14 @@ def spills_in_loops(sass: str) -> int:
     return sum(bool(re.search(r"\b(LDL|STL)\b", lines[i])) for loop in innermost for i in loop)
 
 
-def main(dtypes: list[str]) -> None:
-    """Print a JSON line for each shipped configuration."""
+def main(arguments: list[str]) -> None:
+    """Print a JSON line for each shipped configuration, or with --tested for each that the tests compile."""
+    dtypes = [argument for argument in arguments if argument != "--tested"]
+    calls = shipped_calls if dtypes == arguments else tested_calls
     for dtype, name in TYPE_NAMES.items():
         if dtypes and name not in dtypes:
             continue
-        for kernel, head_dim, band, call in shipped_calls(dtype):
+        for kernel, head_dim, band, call in calls(dtype):
             compiled = compile_offline(call)
             print(json.dumps(asdict(report(kernel, head_dim, band, dtype, compiled))), flush=True)
 
