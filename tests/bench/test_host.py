@@ -61,7 +61,7 @@ def test_a_measurement_is_the_time_of_all_calls_over_their_number(monkeypatch: p
 
     monkeypatch.setattr(host, "held_variant", variant)
     monkeypatch.setattr(host, "attention_variant", lambda name: None)
-    monkeypatch.setattr(host, "_wait", lambda device: waits.append(clock.__setitem__(0, clock[0] + 1.0)))
+    monkeypatch.setattr(host, "wait_for", lambda device: waits.append(clock.__setitem__(0, clock[0] + 1.0)))
     suite = replace(SMALL, variants=tuple(prices))
     cells = {(cell.variant, cell.mode): cell.time_us for cell in measure_host(suite, lambda: clock[0])}
     assert len(waits) == 3 * 2 * 3 + 1

@@ -114,14 +114,17 @@ def _as_kernels_take_them(options: Options) -> Options:
     The caller has seen to the latter, but the dispatcher lies in between: where it makes real zeros of the zeros that autograd
     makes without memory, they are a single one, expanded. A bias may have any strides.
     """
-    tensors = options[_FIRST_NUMBERS:_FIRST_BOUND]
-    if options.bias is None and not any(isinstance(value, Tensor) for value in tensors):
+    if not any(isinstance(value, Tensor) for value in options):
         return options if options[_FIRST_BOUND:] != PLAIN[_FIRST_BOUND:] else PLAIN
-    dense = (t.contiguous() if t is not None and t.stride(-1) != 1 else t for t in tensors)
-    return Options(options.bias, *dense, *options[_FIRST_BOUND:])
+    dense: dict[str, Any] = {
+        name: value.contiguous()
+        for name, value in zip(Options._fields, options, strict=True)
+        if isinstance(value, Tensor) and name != "bias" and value.stride(-1) != 1
+    }
+    return options._replace(**dense)
 
 
-_FIRST_NUMBERS, _FIRST_BOUND = Options._fields.index("alibi_slopes"), Options._fields.index("max_seqlen_q")
+_FIRST_BOUND = Options._fields.index("max_seqlen_q")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -91,13 +91,13 @@ def measure_host(suite: HostSuite, now: Callable[[], float] = time.perf_counter)
         generator.shuffle(order)
         for key in order:
             hold, call = calls[key]
-            _wait(suite.device)
+            wait_for(suite.device)
             with hold():
                 started = now()
                 for _ in range(suite.calls):
                     call()
                 times[key].append((now() - started) / suite.calls * 1e6)
-    _wait(suite.device)
+    wait_for(suite.device)
     for (variant, mode), values in times.items():
         cells[variant, mode] = HostCell(variant, mode, summarize(values))
     return [cells[variant, mode] for variant in suite.variants for mode in MODES]
@@ -134,6 +134,7 @@ def _calls(suite: HostSuite, function: Attention) -> dict[str, Callable[[], obje
     return dict(zip(MODES, (forward, with_graph, both), strict=True))
 
 
-def _wait(device: str) -> None:
+def wait_for(device: str) -> None:
+    """Until a GPU has done what is queued."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

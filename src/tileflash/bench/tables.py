@@ -15,7 +15,14 @@ from tileflash.bench.table_attention import attention_block
 from tileflash.bench.table_attention_summary import attention_summary_block
 from tileflash.bench.table_train import train_block
 from tileflash.bench.table_words import Words, words_for
-from tileflash.bench.tables_attention import host_block, lengths_block, memory_block, scaling_block, versions_block
+from tileflash.bench.tables_attention import (
+    host_block,
+    host_steps_block,
+    lengths_block,
+    memory_block,
+    scaling_block,
+    versions_block,
+)
 from tileflash.bench.tables_models import generation_block, model_memory_block, models_block, training_block
 from tileflash.bench.version_features import features_block
 
@@ -47,6 +54,7 @@ BLOCKS: dict[str, tuple[Callable[[Sequence[Line], Words], str], str]] = {
     "features": (features_block, "tileflash report"),
     "models": (models_block, "tileflash bench models --output benchmarks/results/models.jsonl"),
     "host": (host_block, "tileflash bench host --output benchmarks/results/host.jsonl"),
+    "host-steps": (host_steps_block, "tileflash bench host --steps --output benchmarks/results/host.jsonl"),
 }
 
 

@@ -1,10 +1,10 @@
-"""The blocks of the suites `lengths`, `scaling`, `versions`, `memory` and `host`, and the features of the versions."""
+"""The blocks of the suites `lengths`, `scaling`, `versions`, `memory` `host` and `host-steps`, and the features of the versions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tileflash.bench import host, memory
+from tileflash.bench import host, host_steps, memory
 from tileflash.bench.attention import work_of
 from tileflash.bench.audit import RATIO
 from tileflash.bench.ledger import Line
@@ -155,6 +155,18 @@ def _host(run: list[Line], words: Words) -> str:
     }  # fmt: skip
     text = grid.finish(table(["variant", *modes], rows, left=1))
     return _joined(text, note, provenance(run, command("host", run, options), words))
+
+
+def host_steps_block(lines: Sequence[Line], words: Words) -> str:
+    """Where the host's time of a call goes. Empty without lines."""
+    return "\n\n".join(_host_steps(run, words) for run in newest_runs(_of(lines, host_steps.SUITE)))
+
+
+def _host_steps(run: list[Line], words: Words) -> str:
+    medians = {str(line.case["part"]): line.median for line in run if line.median is not None}
+    rows = [[step, f"{time_us:.1f}"] for step, time_us in host_steps.steps_of(medians).items()]
+    options = {"calls": str(run[0].case["calls"])}
+    return _joined(table(["step", "us"], rows, left=1), provenance(run, command("host --steps", run, options), words))
 
 
 def _of(lines: Sequence[Line], suite: str) -> list[Line]:

@@ -35,6 +35,7 @@ _TITLES = {
     "features": "Features by version",
     "models": "Whole models",
     "host": "Host time of a call",
+    "host-steps": "Where the host's time of a call goes",
 }
 
 
