@@ -6,7 +6,7 @@ import torch
 import tileflash
 from support.exactness import Case, check
 from tileflash.attention.backends import base, hopper
-from tileflash.attention.dispatch import BACKENDS
+from tileflash.attention.dispatch import BACKENDS, choose
 from tileflash.attention.problem import make_problem
 from tileflash.fuzz import Problem, examine
 from tileflash.kernels.options import Options
@@ -72,11 +72,27 @@ def test_it_refuses_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKEND.reasons(problem) == ["does not have ALiBi", "does not have bias"]
 
 
-def test_options_are_served_and_not_under_auto() -> None:
-    q, k, v = Case(600, 600, 64, dtype=BF16).draw("cpu")
-    problem = make_problem(q, k, v, True, (None, None), None, False, Options(softcap=3.0, sinks=torch.zeros(2)))
-    assert BACKEND.features > problem.features == {"sinks", "soft cap"}
-    assert "sinks, soft cap" in (BACKEND.stands_back(problem) or "")
+@pytest.mark.parametrize("asked", ["nothing", "softcap", "sinks", "packed", "determinism", "determinism everywhere"])
+def test_what_auto_takes_on_hopper(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options' kernels serve, but have not been measured against the portable ones."""
+    monkeypatch.setattr(base, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked == "determinism everywhere")
+    q, k, v = (t.requires_grad_() for t in Case(600, 600, 64, dtype=BF16, batch=1).draw("cpu"))
+    lengths = torch.tensor([0, 600], dtype=torch.int32)
+    options = {
+        "softcap": Options(softcap=3.0),
+        "sinks": Options(sinks=torch.zeros(2)),
+        "packed": Options(cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=600, max_seqlen_k=600),
+    }.get(asked, Options())
+    problem = make_problem(q, k, v, True, (None, None), None, False, options, deterministic=asked == "determinism")
+    object.__setattr__(problem, "device", torch.device("cuda", 0))
+    assert BACKEND.reasons(problem) == []
+    assert choose(problem, "hopper").name == "hopper"
+    assert choose(problem, "auto").name == ("hopper" if asked == "nothing" else "triton")
+    expected = {"nothing": [], "softcap": ["soft cap"], "sinks": ["sinks"], "packed": ["packed sequences"]}
+    for feature in expected.get(asked, ["deterministic"]):
+        assert feature in (BACKEND.stands_back(problem) or "")
 
 
 def test_determinism_is_served_by_other_kernels_and_not_under_auto(monkeypatch: pytest.MonkeyPatch) -> None:
