@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,9 @@ def test_the_others_end_when_a_rank_does(tokens: Path, tmp_path: Path, action: s
     assert "step 2/9" in told
     assert "step 3/9" not in told
     step, last = checkpoints(tmp_path)[-1]
-    assert (step, find_fault(last)) == (2, None)
+    # A rank that raises sees the save of step 2 to its end; one that is killed may be in the middle of it.
+    assert step == 2 or (step == 1 and status == -signal.SIGKILL)
+    assert find_fault(last) is None
 
 
 @pytest.mark.parametrize("layout", ["--tensor-parallel", "--pipeline-parallel"])
@@ -147,6 +150,8 @@ def test_torchrun_restarts_what_was_killed(tokens: Path, tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert [line[:8] for line in lines] == [f"step {step}/4" for step in (1, 2, 3, 4)]
+    (from_step,) = re.findall(r"going on from .* \(step (\d)\)", done.stdout)  # without --resume
+    assert from_step in "12"  # the kill may come amid the save of step 2
+    expected = [1, 2, *range(int(from_step) + 1, 5)]
+    assert [line[:8] for line in lines] == [f"step {step}/4" for step in expected]
     assert all(line.endswith("DP=1, TP=2, SP=2, PP=1)") for line in lines)
-    assert "(step 2)" in done.stdout  # where it went on from, without --resume

@@ -55,6 +55,10 @@ class Alone(AbstractContextManager["Alone"]):
         """Do `work`."""
         return work()
 
+    def together(self, work: Callable[[], Value]) -> Value:
+        """Do `work`."""
+        return work()
+
     def share(self, value: Any) -> Any:
         """`value`."""
         return value
@@ -178,6 +182,10 @@ class Ranks(AbstractContextManager["Ranks"]):
         """Rank 0 does `work` and gets its result, the others None; what goes wrong there is raised by all."""
         return self._together(work if self.is_first else None)
 
+    def together(self, work: Callable[[], Value]) -> Value:
+        """All do `work`, each gets its own result; what goes wrong on any is raised by all."""
+        return self._together(work)  # type: ignore[return-value]
+
     def in_turn(self, work: Callable[[], Value]) -> Value:
         """All do `work`, the first of each host before the others: what it leaves on the disk is then there for them."""
         leads = self.local_rank == 0
@@ -209,6 +217,14 @@ class Ranks(AbstractContextManager["Ranks"]):
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def new_group(self) -> ProcessGroup:
+        """All ranks once more, over gloo: for a thread that must not come between what the others say to each other."""
+        import torch.distributed as dist
+
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        return group
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank; the same answer on all."""

@@ -56,12 +56,13 @@ def run(config: TrainConfig) -> TrainResult:
         output = Output(config, terminal.say, restarted=restarts_from_environment() > 0)
         ranks.first(lambda: stack.enter_context(output))
         setup = ranks.in_turn(lambda: prepare_setup(config, layout, ranks.local_rank))
-        checkpoint: Path | None = ranks.share(output.checkpoint)
+        output.checkpoint = ranks.share(output.checkpoint)
+        output.check_seen(ranks)
         logs = stack.enter_context(_logs(config, setup, output, terminal, ranks))
         interrupt = stack.enter_context(Interrupt(terminal, saves=output.path is not None))
         _introduce(config, setup, logs, ranks)
         try:
-            trainer = _trainer(config, setup, logs, output.path, checkpoint, ranks)
+            trainer = _trainer(config, setup, logs, output.path, output.checkpoint, ranks)
             terminal.start(trainer.step)
             with _settled_objects():
                 result = trainer.run(interrupt)
