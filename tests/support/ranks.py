@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2-tiny", {"vocab_size": 257, "vocab_multiple": 4}),
     "gpt2-odd-vocabulary": ("gpt2-tiny", {"vocab_size": 257, "vocab_multiple": 1}),
+    "gpt2-50257": ("gpt2-tiny", {"vocab_size": 50257, "vocab_multiple": 1, "n_layer": 1, "n_embd": 8}),
     "gpt2-4-layers": ("gpt2-tiny", {"vocab_size": 257, "vocab_multiple": 4, "n_layer": 4}),
     "llama3-5-layers": ("llama3-tiny", {"vocab_size": 257, "n_kv_head": 2, "intermediate_size": 48, "n_layer": 5}),
     "llama3": ("llama3-tiny", {"vocab_size": 257, "n_kv_head": 2, "intermediate_size": 48}),

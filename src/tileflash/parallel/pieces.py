@@ -30,7 +30,7 @@ class Piece:
 
     `shape`: that of the whole. `tensor_dim`: the dimension that tensor ranks cut, None: each has all of it.
     `order`: the rows of the whole in the order in which they lie here, None: their own. `copies`: how many ranks hold
-    the same part. `number`: that of the weight in the model.
+    the same part. `writer`: which of these is the first that writes some of it to a checkpoint.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Piece:
     tensor_dim: int | None
     order: torch.Tensor | None
     copies: int
-    number: int
+    writer: int
 
 
 class Pieces:
@@ -49,19 +49,20 @@ class Pieces:
     def __init__(self, model: ParallelModel, ranks: Ranks, shapes: dict[str, torch.Size]) -> None:
         """`shapes`: of each weight as it was before the cut."""
         self._ranks, self._layout = ranks, ranks.layout
-        numbers = {name: number for number, name in enumerate(shapes)}
         order = qkv_order(model.config, self._layout.tensor) if self._layout.tensor > 1 else None
         self._shared = "embedding.weight" if model.config.tied and self._layout.pipeline > 1 else None
         own: dict[str, Piece] = {}
+        writers = _Writers()
         for stage in model.stages:
             for name, weight in stage.model.named_parameters():  # type: ignore[union-attr]
                 tensor_dim = _tensor_dim(weight)
-                copies = 1 if tensor_dim is not None else self._layout.tensor
-                copies *= 1 if self._layout.shards_weights else self._layout.replicas
-                copies *= 2 if name == self._shared else 1
+                holders = 1 if tensor_dim is not None else self._layout.tensor
+                holders *= 1 if self._layout.shards_weights else self._layout.replicas
+                copies = holders * (2 if name == self._shared else 1)
                 piece_order = order if ".attention.qkv." in name else None
                 local = nn.Parameter(_local(weight.detach()))
-                own[name] = Piece(name, weight, local, shapes[name], tensor_dim, piece_order, copies, numbers[name])
+                writer = writers.next(local.numel(), holders)
+                own[name] = Piece(name, weight, local, shapes[name], tensor_dim, piece_order, copies, writer)
         self._own = {name: own[name] for name in shapes if name in own}
 
     def __iter__(self) -> Iterator[Piece]:
@@ -111,12 +112,11 @@ class Pieces:
         layout, ranks = self._layout, self._ranks
         if piece.name == self._shared and ranks.pipeline_rank > 0:
             return []
-        copy, copies = (0, 1) if layout.shards_weights else (ranks.replica_rank, layout.replicas)
+        copy = 0 if layout.shards_weights else ranks.replica_rank
         if piece.tensor_dim is None:
-            copy, copies = copy * layout.tensor + ranks.tensor_rank, copies * layout.tensor
-        shares = max(1, min(copies, local.numel() // _LEAST_SHARE))
-        # Each weight's shares begin at another rank, so that small ones are not all the first one's.
-        share = (copy - piece.number) % copies
+            copy = copy * layout.tensor + ranks.tensor_rank
+        holders = piece.copies // 2 if piece.name == self._shared else piece.copies
+        shares, share = _shares(local.numel(), holders), (copy - piece.writer) % holders
         return self._boxes(piece, local, *_range(local.shape[0], shares, share)) if share < shares else []
 
     def writes_once(self, piece: Piece) -> bool:
@@ -163,6 +163,26 @@ def _range(size: int, parts: int, index: int) -> tuple[int, int]:
     chunk = -(-size // parts)
     start = min(index * chunk, size)
     return start, min(chunk, size - start)
+
+
+def _shares(numbers: int, holders: int) -> int:
+    """How many of the ranks that hold so many numbers alike write a part of them each."""
+    return max(1, min(holders, numbers // _LEAST_SHARE))
+
+
+class _Writers:
+    """Deals out what several ranks hold alike, so that each writes about as much. All of them come to the same result."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, list[int]] = {}  # by the number of holders, for others hold other pieces alike
+
+    def next(self, numbers: int, holders: int) -> int:
+        """Which of the holders is the first that writes a share."""
+        loads = self._loads.setdefault(holders, [0] * holders)
+        first, shares = loads.index(min(loads)), _shares(numbers, holders)
+        for share in range(shares):
+            loads[(first + share) % holders] += numbers // shares
+        return first
 
 
 def _runs(order: torch.Tensor | None, start: int, length: int) -> list[tuple[int, int, int]]:
