@@ -38,14 +38,14 @@ def arguments(tokens: Path, *more: object) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("action", "status"),
+    ("action", "status", "why"),
     [
-        ("raise RuntimeError('rank 1 is out of luck')", 1),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("raise RuntimeError('out of luck')", 1, "rank 1 ended: RuntimeError: out of luck"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, "rank 1 gave no sign of life: killed, or stuck"),
     ],
     ids=["raises", "is killed"],
 )
-def test_the_others_end_when_a_rank_does(tokens: Path, tmp_path: Path, action: str, status: int) -> None:
+def test_the_others_end_when_a_rank_does(tokens: Path, tmp_path: Path, action: str, status: int, why: str) -> None:
     given = arguments(
         tokens, "--data-parallel", 2, "--zero-stage", 2, "--output", tmp_path, "--num-iteration", 9, "--save-every", 1
     )
@@ -53,6 +53,7 @@ def test_the_others_end_when_a_rank_does(tokens: Path, tmp_path: Path, action: s
     (first, told, error), (second, _, _) = [rank.end(60) for rank in ranks]
     assert (first, second) == (1, status), error
     assert "error: rank 0: another rank has ended or has not answered" in error
+    assert why in error
     assert "step 2/9" in told
     assert "step 3/9" not in told
     step, last = checkpoints(tmp_path)[-1]
@@ -62,16 +63,24 @@ def test_the_others_end_when_a_rank_does(tokens: Path, tmp_path: Path, action: s
 
 
 @pytest.mark.parametrize("layout", ["--tensor-parallel", "--pipeline-parallel"])
-def test_a_rank_that_hangs_is_given_up(tokens: Path, tmp_path: Path, layout: str) -> None:
-    more = ["--total-batch-size", 4 * 16 * 2, "--model-override", "n_layer=2"] if "pipeline" in layout else []
-    given = arguments(tokens, layout, 2, "--rank-timeout", 4, *more)
-    first, second = start_ranks(2, given, tmp_path, AT_STEP_3.format(action="time.sleep(600)"))
+def test_a_rank_that_hangs_is_given_up_and_named(tokens: Path, tmp_path: Path, layout: str) -> None:
+    """Of four ranks the second: not the one that all others ask first."""
+    more = ["--total-batch-size", 8 * 16 * 2, "--model-override", "n_layer=4"] if "pipeline" in layout else []
+    given = arguments(tokens, "--model-override", "n_head=4", layout, 4, "--rank-timeout", 5, *more)
+    ranks = start_ranks(4, given, tmp_path, AT_STEP_3.format(action="time.sleep(600)"))
     started = time.monotonic()
-    status, _, error = first.end(60)
-    second.end(0)
-    assert status == 1, error
-    assert "has not answered for 4 s" in error
+    first, *others = ranks
+    hanging = others.pop(0)
+    told = [rank.end(60) for rank in (first, *others)]
     assert time.monotonic() - started < 60
+    assert hanging.end(0)[0] is None  # it would still be asleep
+    for status, _, error in told:
+        assert status == 1, error
+        assert "has not answered for 5 s" in error
+    together = "".join(error for _, _, error in told)
+    where = "rank 1 does not wait for others, but is at <string>:8 in compute"
+    assert f"no step has begun for 4 s: {where}" in together  # before it is given up
+    assert f"has not answered for 5 s ({where}), so this one ends too" in together
 
 
 def test_a_signal_to_one_rank_ends_all_after_saving(tokens: Path, tmp_path: Path) -> None:

@@ -49,6 +49,19 @@ def run(config: TrainConfig) -> TrainResult:
     )
     layout.check_micro_batches(config.micro_batches)
     ranks = join(layout, functools.partial(rank_device, config.device), config.rank_timeout)
+    try:
+        return _run(config, ranks)
+    except RankLostError:
+        raise
+    except Exception as error:  # this rank's own, or of what stands around the training
+        lost = ranks.loss_of_rank(error)
+        if lost is None:
+            raise
+        raise RankLostError(lost) from error
+
+
+def _run(config: TrainConfig, ranks: Alone | Ranks) -> TrainResult:
+    layout = ranks.layout
     terminal = (Terminal if ranks.is_first else Silence)(config.num_iteration, layout.label)
     with ExitStack() as stack:
         stack.enter_context(_deterministic(config.deterministic))
@@ -132,7 +145,7 @@ def _ending(error: BaseException, config: TrainConfig, setup: Setup, ranks: Alon
         return "interrupted", KeyboardInterrupt("ended at once, nothing saved since the last checkpoint")
     if is_out_of_memory(error):
         return "out_of_memory", TrainingOutOfMemoryError(out_of_memory_message(error, config, setup.device))
-    lost = ranks.loss_of_rank(error) if isinstance(ranks, Ranks) else None
+    lost = ranks.loss_of_rank(error)
     return "failed", error if lost is None else RankLostError(lost)
 
 
