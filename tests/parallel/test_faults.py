@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.ranks import ROOT, config, run_ranks, start_ranks, steps
+from support.ranks import model_arguments as arguments
 from tileflash.train.checkpoint import checkpoints, find_fault
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -29,12 +30,6 @@ def compute(self, *arguments):
     return original(self, *arguments)
 parallel_trainer.ParallelTrainer._compute = compute
 """
-
-
-def arguments(tokens: Path, *more: object) -> list[object]:
-    sizes = ["n_layer=1", "n_head=2", "n_embd=32"]
-    model = ["gpt2-tiny", *(word for size in sizes for word in ("--model-override", size))]
-    return [*model, "--input-bin", tokens, "--device", "cpu", "--sequence-length", 16, "--no-tensorboard", *more]
 
 
 @pytest.mark.parametrize(

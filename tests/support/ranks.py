@@ -62,6 +62,13 @@ def config(model: str, tokens: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**{**settings, **(DOCUMENTS if documents else {}), **changes})
 
 
+def model_arguments(tokens: Path, *more: object) -> list[object]:
+    """The command line's arguments for a run of one layer on `tokens`."""
+    sizes = ["n_layer=1", "n_head=2", "n_embd=32"]
+    model = ["gpt2-tiny", *(word for size in sizes for word in ("--model-override", size))]
+    return [*model, "--input-bin", tokens, "--device", "cpu", "--sequence-length", 16, "--no-tensorboard", *more]
+
+
 def free_port() -> int:
     """A TCP port that nobody uses now."""
     with socket.socket() as probe:
@@ -127,6 +134,10 @@ class CommandLine:
             target=_command_line, args=(rank, world, port, arguments, script, self._outputs)
         )
         self._process.start()
+
+    def kill(self) -> None:
+        """By SIGKILL."""
+        self._process.kill()
 
     def end(self, timeout_s: float) -> tuple[int | None, str, str]:
         """(exit status, that of a signal negative, stdout, stderr); None where it has not ended by then, and is killed."""

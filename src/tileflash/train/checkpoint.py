@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 
 from tileflash.files import Seal, flush, sha256
 from tileflash.parallel.box import Box
-from tileflash.train.errors import CheckpointError
+from tileflash.train.errors import CheckpointError, causes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,7 +87,7 @@ def save_checkpoint(
     except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
         if coordinates:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk has room again for the run's log
-        causes = list(_causes(error))
+        causes = list(causes_of(error))
         refused = next((cause for _, cause in causes if isinstance(cause, OSError)), None)
         if refused is None:
             of_ranks = [failure[0] for failure in getattr(error, "failures", {}).values()]
@@ -123,7 +123,7 @@ def load_checkpoint(path: Path, stored: Stored) -> dict[str, Any]:
                 _as_boxes(stored), storage_reader=reader, planner=BoxLoadPlanner(), no_dist=True
             )
     except CheckpointException as error:
-        causes = "; ".join(f"{type(cause).__name__}: {cause}" for _, cause in _causes(error) if cause is not error)
+        causes = "; ".join(f"{type(cause).__name__}: {cause}" for _, cause in causes_of(error) if cause is not error)
         raise CheckpointError(f"{path} cannot be read: {causes}") from error
     return read_state(path)
 
@@ -246,19 +246,3 @@ def _remove(path: Path) -> None:
 
 def _size_bytes(boxes: Mapping[str, list[Box]]) -> int:
     return sum(box.tensor.numel() * box.tensor.element_size() for of_name in boxes.values() for box in of_name)
-
-
-def _causes(error: BaseException) -> Iterator[tuple[int | None, BaseException]]:
-    """`error` and all that led to it, each with the rank that it is of; torch.distributed.checkpoint and torch.save wrap
-    errors in their own."""
-    pending: list[tuple[int | None, BaseException | None]] = [(None, error)]
-    seen: set[int] = set()
-    while pending:
-        rank, current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield rank, current
-        failures: Iterable[tuple[int, Any]] = getattr(current, "failures", {}).items()  # (error, its traceback)
-        pending += [(rank, current.__cause__), (rank, current.__context__)]
-        pending += [(number, failure[0]) for number, failure in failures]

@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from tileflash.files import Seal
 from tileflash.parallel.box import Box
+from tileflash.train.errors import causes_of
 
 
 class BoxSavePlanner(DefaultSavePlanner):
@@ -97,10 +98,15 @@ class SealingWriter(FileSystemWriter):
         self._seal_all = seal
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner).wait()
-        files = Path(self.path).glob(f"{plan.storage_data.prefix}*")
-        # On their way to the first rank seals stand among the results, which take any value.
-        seals = [WriteResult(MetadataIndex(file.name), 0, Seal.of(file)) for file in files]
+        try:
+            written = super().write_data(plan, planner).wait()
+            # On their way to the first rank seals stand among the results, which take any value.
+            files = Path(self.path).glob(f"{plan.storage_data.prefix}*")
+            seals = [WriteResult(MetadataIndex(file.name), 0, Seal.of(file)) for file in files]
+        except Exception as error:
+            # On its way to other ranks an error loses what led to it, and torch.save wraps the disk's in one of its own.
+            refused = next((cause for _, cause in causes_of(error) if isinstance(cause, OSError)), error)
+            raise refused from None
         results: Future[list[WriteResult]] = Future()
         results.set_result([*written, *seals])
         return results
