@@ -160,7 +160,7 @@ def start_ranks(world: int, arguments: Sequence[object], directory: Path, script
 
 def _command_line(rank: int, world: int, port: int, arguments: list[str], script: str, outputs: list[Path]) -> None:
     for number, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(environment(rank, world, port))
     torch.set_num_threads(1)
     sys.argv = ["tileflash", "train", *arguments]
