@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,15 +35,15 @@ class Saver:
         self._ended: Save | None = None
 
     def start(self, step: int, stored: Stored, state: dict[str, Any]) -> None:
-        """Copy `stored` and begin to write the copy. The save before must have ended, with its `result` taken.
+        """Begin to write a copy of `stored` and `state`. The save before must have ended, with its `result` taken.
 
-        When this returns the tensors may change.
+        When this returns both may change.
         """
         assert self._thread is None
-        copies = _copied(stored)
+        written = step, _copied(stored), copy.deepcopy(state)
         # PyTorch's async_save would do, but for its pool, which keeps a process that is to end at once waiting.
         self._thread = threading.Thread(
-            target=self._write, args=(step, copies, state), name=f"checkpoint of step {step}", daemon=True
+            target=self._write, args=written, name=f"checkpoint of step {step}", daemon=True
         )
         self._thread.start()
 
@@ -79,5 +80,5 @@ def _copied(stored: Stored) -> dict[str, list[Box]]:
 
 def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
     # PyTorch keeps pinned memory for the next save: only the first takes it from the system, which is slow.
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=tensor.is_cuda)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -116,13 +116,13 @@ class Trainer:
 
     def run(self, interrupt: Interrupt) -> TrainResult:
         """Train to the last step, or to the first signal."""
-        try:
-            with as_one_process():
+        with as_one_process():
+            try:
                 self._train(interrupt)
-        except Exception:
-            # Whatever has gone wrong, what is being saved is of before it. A second signal does not wait for it.
-            self._end_save(final=False, give_up=True)
-            raise
+            except Exception:
+                # Whatever has gone wrong, what is being saved is of before it. A second signal does not wait for it.
+                self._end_save(final=False, give_up=True)
+                raise
         return self._result("finished" if self.step >= self.config.num_iteration else "interrupted")
 
     def _train(self, interrupt: Interrupt) -> None:
