@@ -71,6 +71,7 @@ def test_a_kill_amid_a_save_leaves_the_one_before(tokens: Path, tmp_path: Path, 
     status, _, error = ended[1 - rank]
     assert status == 1
     assert "another rank has ended" in error
+    assert ("rank 1 gave no sign of life" if rank == 1 else "rank 0 has ended, and with it") in error
     (step, path), *others = checkpoints(run)
     assert (step, find_fault(path), others) == (1, None, [])
     assert rank == 1 or list(run.glob(".tmp-*"))  # the first rank tidies up, if it lives
@@ -80,23 +81,6 @@ def test_a_kill_amid_a_save_leaves_the_one_before(tokens: Path, tmp_path: Path, 
     assert not list(run.glob(".tmp-*"))
 
 
-def test_a_directory_that_not_all_ranks_see_is_refused(tokens: Path, tmp_path: Path) -> None:
-    """As on hosts with disks of their own."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    script = f"""
-import os
-from tileflash.train import output
-output._SEEN_WITHIN_S = 0.3
-os.chdir({str(tmp_path)!r} if os.environ["RANK"] == "0" else {str(elsewhere)!r})
-"""
-    for rank in start_ranks(2, arguments(tokens, *LAYOUT, "--output", "run"), tmp_path, script):
-        status, _, error = rank.end(60)
-        assert status == 2
-        assert "output is run: rank 1 on host" in error
-        assert "must be on a file system that all hosts share" in error
-
-
 @pytest.fixture(scope="module")
 def saved(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four ranks with checkpoints of steps 1, 2 and 3."""
@@ -104,6 +88,31 @@ def saved(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"num_iteration": 3, "save_every": 1, "output": str(path), "data_parallel": 2, "tensor_parallel": 2}
     run_ranks(4, [("saved", config("gpt2", tokens, zero_stage=3, **settings))])
     return path
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"), [("--output", "output is run"), ("--load", "the checkpoint to go on from is run/")]
+)
+def test_a_directory_that_not_all_ranks_see_is_refused(
+    saved: Path, tokens: Path, tmp_path: Path, flag: str, told: str
+) -> None:
+    """As on hosts with disks of their own."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if flag == "--load":
+        shutil.copytree(saved, tmp_path / "run")
+    script = f"""
+import os
+from tileflash.train import output
+output._SEEN_WITHIN_S = 0.3
+os.chdir({str(tmp_path)!r} if os.environ["RANK"] == "0" else {str(elsewhere)!r})
+"""
+    for rank in start_ranks(2, arguments(tokens, *LAYOUT, flag, "run"), tmp_path, script):
+        status, _, error = rank.end(60)
+        assert status == 2
+        assert told in error
+        assert "rank 1 on host" in error
+        assert "must be on a file system that all hosts share" in error
 
 
 def cut_off(file: Path) -> None:
