@@ -53,17 +53,17 @@ def test_what_is_written_is_as_it_was_when_the_save_began(tmp_path: Path, gate: 
     tensors = {"weight": torch.ones(5, 3), "part": torch.arange(12.0).view(4, 3)[1:3]}
     state = {"window": [1.0, 2.0]}
     saver = Saver(tmp_path, 3, run="test")
-    assert saver.result(wait=True) is None  # nothing has begun
+    assert saver.result(wait_s=LONG_S) is None  # nothing has begun
     saver.start(7, tensors, state)
-    assert saver.result(wait=False) is None
+    assert saver.result(wait_s=0) is None
     for tensor in tensors.values():
         tensor.zero_()
     state["window"].append(3.0)
     gate.set()
-    save = saver.result(wait=True)
+    save = saver.result(wait_s=LONG_S)
     assert save is not None
     assert (save.step, save.path, save.error) == (7, tmp_path / "checkpoint_step_000007", None)
-    assert saver.result(wait=True) is None  # told once
+    assert saver.result(wait_s=LONG_S) is None  # told once
     into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     assert load_checkpoint(save.path, into)["window"] == [1.0, 2.0]
     assert torch.equal(into["weight"], torch.ones(5, 3))

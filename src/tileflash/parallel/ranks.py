@@ -258,9 +258,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         """What to tell where `error` is torch.distributed's way to say that another rank is gone; None where it is this rank that
         fails, which the others are then told. Of a loss it may take some seconds to find out whose."""
         text = str(error)
-        kinds = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-        named = any(kind.__name__.lstrip("_") in kinds for kind in type(error).__mro__)
-        if not (named or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text))):
+        if not is_loss_of_rank(error):
             if self._watch is not None:
                 self._watch.leave_word(f"{type(error).__name__}: {text}" if text else type(error).__name__)
             return None
@@ -282,6 +280,14 @@ def join(layout: Layout, device_of: Callable[[int], torch.device], timeout_s: fl
     if world_size is None:
         return Alone()
     return Ranks(layout, device_of(int(os.environ["LOCAL_RANK"])).type, timeout_s)
+
+
+def is_loss_of_rank(error: BaseException) -> bool:
+    """Whether `error` is torch.distributed's way to say that another rank is gone."""
+    kinds = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+    if any(kind.__name__.lstrip("_") in kinds for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
 
 
 def _portable(error: Exception) -> Exception:

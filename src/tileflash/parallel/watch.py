@@ -129,10 +129,14 @@ def _place(frame: FrameType | None) -> tuple[str, bool]:
     if frame is None:
         return "its end", False
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    # The step's one wait for the device is in the trainer's `_step`; what blocks there is a kernel or NCCL.
+    # The step's one wait for the device is in the trainer's `_step`, that for a save of all ranks in `_end_save`.
     waits = frame.f_code.co_name == "_step"
     current: FrameType | None = frame
     while current is not None and not waits:
-        waits = "torch/distributed/" in current.f_code.co_filename or current.f_globals.get("__name__") == __name__
+        waits = (
+            "torch/distributed/" in current.f_code.co_filename
+            or current.f_code.co_name == "_end_save"
+            or current.f_globals.get("__name__") == __name__
+        )
         current = current.f_back
     return place, waits

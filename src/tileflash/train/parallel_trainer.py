@@ -14,7 +14,7 @@ from tileflash.parallel.attention import ContextAttention
 from tileflash.parallel.box import Box
 from tileflash.parallel.model import ParallelModel
 from tileflash.parallel.pieces import Pieces
-from tileflash.parallel.ranks import Ranks
+from tileflash.parallel.ranks import Ranks, is_loss_of_rank
 from tileflash.train.checkpoint import load_checkpoint, read_state
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch, validation_batches
@@ -27,6 +27,8 @@ from tileflash.train.setup import Setup
 from tileflash.train.state import MOMENTS, apply_random_states, random_states
 from tileflash.train.step import IGNORED_TARGET, apply_gradients, token_loss_sum
 from tileflash.train.trainer import Trainer, TrainResult
+
+_SEALED_WITHIN_S = 2.0
 
 
 class ParallelTrainer(Trainer):
@@ -140,6 +142,10 @@ class ParallelTrainer(Trainer):
     def _saver(self, output: Path) -> Saver:
         run = self.ranks.share(uuid.uuid4().hex[:8])
         return Saver(output, self.config.keep, group=self.ranks.new_group(), run=run)
+
+    def _wait_after_s(self, error: Exception) -> float:
+        # Without a rank that is gone no save can be ended but one that was just being sealed; others may wait for this one to go.
+        return _SEALED_WITHIN_S if is_loss_of_rank(error) else super()._wait_after_s(error)
 
     def _stored(self) -> dict[str, list[Box]]:
         stored = self._boxes(to_write=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,12 +48,13 @@ class Saver:
         )
         self._thread.start()
 
-    def result(self, *, wait: bool) -> Save | None:
-        """How the save ended that was started last; None: it has not (without `wait`), or was told before."""
-        thread = self._thread
-        if thread is None or (thread.is_alive() and not wait):
+    def result(self, *, wait_s: float) -> Save | None:
+        """How the save ended that was started last; None: it has not, or was told before."""
+        if self._thread is None:
             return None
-        thread.join()
+        self._thread.join(None if math.isinf(wait_s) else wait_s)
+        if self._thread.is_alive():
+            return None
         ended, self._thread, self._ended = self._ended, None, None
         assert ended is not None
         return ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from dataclasses import dataclass
@@ -119,9 +120,9 @@ class Trainer:
         with as_one_process():
             try:
                 self._train(interrupt)
-            except Exception:
+            except Exception as error:
                 # Whatever has gone wrong, what is being saved is of before it. A second signal does not wait for it.
-                self._end_save(final=False, give_up=True)
+                self._end_save(final=False, wait_s=self._wait_after_s(error), give_up=True)
                 raise
         return self._result("finished" if self.step >= self.config.num_iteration else "interrupted")
 
@@ -130,7 +131,7 @@ class Trainer:
         batch = None
         while self.step < last_step and not self._interrupted(interrupt):
             batch = self._step(batch)
-            self._end_save(final=False, wait=False)
+            self._end_save(final=False, wait_s=0)
             last = self.step == last_step
             if self._due(self.config.val_loss_every, last):
                 self._validate()
@@ -261,13 +262,13 @@ class Trainer:
         if final:
             self._end_save(final=True)
 
-    def _end_save(self, *, final: bool, wait: bool = True, give_up: bool = False) -> None:
-        """Tell how a save that was begun has ended, if it has, or after waiting for it.
+    def _end_save(self, *, final: bool, wait_s: float = math.inf, give_up: bool = False) -> None:
+        """Tell how a save that was begun has ended, if it has or does so within `wait_s`.
 
         Where the disk does not take it, an earlier save than the `final` one is told and tried again at the next. With
         `give_up` the run has failed already: nothing of the save is raised.
         """
-        save = None if self.saver is None else self.saver.result(wait=wait)
+        save = None if self.saver is None else self.saver.result(wait_s=wait_s)
         if save is None:
             return
         if save.path is not None:
@@ -280,6 +281,10 @@ class Trainer:
         else:
             assert save.error is not None
             raise save.error
+
+    def _wait_after_s(self, error: Exception) -> float:
+        """How long a run that ends by `error` waits for its last save."""
+        return math.inf
 
     def _weights_are_finite(self) -> bool:
         return weights_are_finite(self.model)
