@@ -15,7 +15,10 @@ if not torch.cuda.is_available():
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With a GPU, whatever asks for the `device` fixture is a GPU test too; without one, GPU tests are skipped."""
     skip = pytest.mark.skip(reason="no GPU: torch.cuda.is_available() is False")
+    slow = pytest.mark.skip(reason="takes minutes: python -m pytest -m slow runs it")
     for item in items:
+        if "slow" in item.keywords and "slow" not in config.getoption("markexpr"):
+            item.add_marker(slow)
         if torch.cuda.is_available():
             if "device" in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.gpu)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 
 @contextmanager
@@ -34,3 +36,25 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Seal(NamedTuple):
+    """A file as it was written: its name, its size, the SHA-256 of its bytes in hexadecimal."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+    @staticmethod
+    def of(file: Path) -> Seal:
+        """That of `file`, which is read."""
+        return Seal(file.name, file.stat().st_size, sha256(file))
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()

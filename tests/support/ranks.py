@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2-tiny", {"vocab_size": 257, "vocab_multiple": 4}),
     "gpt2-odd-vocabulary": ("gpt2-tiny", {"vocab_size": 257, "vocab_multiple": 1}),
+    "gpt2-50257": ("gpt2-tiny", {"vocab_size": 50257, "vocab_multiple": 1, "n_layer": 1, "n_embd": 8}),
     "gpt2-4-layers": ("gpt2-tiny", {"vocab_size": 257, "vocab_multiple": 4, "n_layer": 4}),
     "llama3-5-layers": ("llama3-tiny", {"vocab_size": 257, "n_kv_head": 2, "intermediate_size": 48, "n_layer": 5}),
     "llama3": ("llama3-tiny", {"vocab_size": 257, "n_kv_head": 2, "intermediate_size": 48}),
@@ -59,6 +60,13 @@ def config(model: str, tokens: Path, **changes: Any) -> TrainConfig:
         "tensorboard": False,
     }
     return TrainConfig(**{**settings, **(DOCUMENTS if documents else {}), **changes})
+
+
+def model_arguments(tokens: Path, *more: object) -> list[object]:
+    """The command line's arguments for a run of one layer on `tokens`."""
+    sizes = ["n_layer=1", "n_head=2", "n_embd=32"]
+    model = ["gpt2-tiny", *(word for size in sizes for word in ("--model-override", size))]
+    return [*model, "--input-bin", tokens, "--device", "cpu", "--sequence-length", 16, "--no-tensorboard", *more]
 
 
 def free_port() -> int:
@@ -127,6 +135,10 @@ class CommandLine:
         )
         self._process.start()
 
+    def kill(self) -> None:
+        """By SIGKILL."""
+        self._process.kill()
+
     def end(self, timeout_s: float) -> tuple[int | None, str, str]:
         """(exit status, that of a signal negative, stdout, stderr); None where it has not ended by then, and is killed."""
         self._process.join(timeout_s)
@@ -148,7 +160,7 @@ def start_ranks(world: int, arguments: Sequence[object], directory: Path, script
 
 def _command_line(rank: int, world: int, port: int, arguments: list[str], script: str, outputs: list[Path]) -> None:
     for number, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(environment(rank, world, port))
     torch.set_num_threads(1)
     sys.argv = ["tileflash", "train", *arguments]

@@ -22,6 +22,8 @@ from tileflash.train.checkpoint import (
 )
 from tileflash.train.errors import CheckpointError
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)

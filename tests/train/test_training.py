@@ -17,6 +17,7 @@ from tileflash.data import write_token_file
 from tileflash.models import GPT2
 from tileflash.train import TrainConfig, TrainingOutOfMemoryError, TrainingStoppedError, train
 from tileflash.train import looking as looking_module
+from tileflash.train import saving as saving_module
 from tileflash.train import setup as setup_room
 from tileflash.train import trainer as trainer_module
 from tileflash.train.checkpoint import checkpoints, find_fault
@@ -130,7 +131,7 @@ def test_a_step_takes_as_long_as_everything_in_it(tmp_path: Path, tiny: Make, mo
 
     monkeypatch.setattr(trainer_module.DataSource, "at", slow(trainer_module.DataSource.at, 0.25))
     monkeypatch.setattr(trainer_module, "train_step", slow(trainer_module.train_step, 0.5))
-    monkeypatch.setattr(trainer_module, "save_checkpoint", slow(trainer_module.save_checkpoint, 99.0))
+    monkeypatch.setattr(saving_module.Saver, "start", slow(saving_module.Saver.start, 99.0))
     train(tiny(log_json=str(tmp_path / "log"), num_iteration=3, output=str(tmp_path / "o"), save_every=1))
     steps = read_events(tmp_path / "log", "step")
     # Each step's data is read once: the first loads its own and the next's, the last none.
@@ -295,15 +296,15 @@ def test_the_second_signal_ends_at_once(tmp_path: Path, tiny: Make, monkeypatch,
 
 
 def test_a_full_disk_amid_the_run_is_told_and_the_run_goes_on(tmp_path: Path, tiny: Make, monkeypatch, capsys) -> None:
-    save, count = trainer_module.save_checkpoint, [0]
+    save, count = saving_module.save_checkpoint, [0]
 
-    def failing(*arguments):
+    def failing(*arguments, **more):
         count[0] += 1
         if count[0] == 2:
             raise CheckpointError("could not save the checkpoint: No space left on device")
-        return save(*arguments)
+        return save(*arguments, **more)
 
-    monkeypatch.setattr(trainer_module, "save_checkpoint", failing)
+    monkeypatch.setattr(saving_module, "save_checkpoint", failing)
     train(tiny(output=str(tmp_path), save_every=2))
     assert [step for step, _ in checkpoints(tmp_path)] == [2, 6]
     assert "No space left on device. Training goes on" in capsys.readouterr().out

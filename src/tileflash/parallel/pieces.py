@@ -1,10 +1,11 @@
-"""This rank's part of every weight: what the optimizer works on, and the way from and to the whole one.
+"""This rank's part of every weight: what the optimizer works on, and where in the whole one it lies.
 
-Checkpoints hold whole tensors in the model's own order, so a run may go on in any other layout.
+Checkpoints hold tensors in the model's own order, each rank's boxes of them, so a run may go on in any other layout.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,10 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tileflash.parallel.box import Box
 from tileflash.parallel.model import ParallelModel
-from tileflash.parallel.pipeline import layers_of_stages
 from tileflash.parallel.ranks import Ranks
 from tileflash.parallel.tensor import qkv_order
+
+# Of ranks that have the same part each writes some rows to a checkpoint; at least so many numbers, or files of many ranks would
+# consist of crumbs.
+_LEAST_SHARE = 4096
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Piece:
 
     `shape`: that of the whole. `tensor_dim`: the dimension that tensor ranks cut, None: each has all of it.
     `order`: the rows of the whole in the order in which they lie here, None: their own. `copies`: how many ranks hold
-    the same part.
+    the same part. `writer`: which of these is the first that writes some of it to a checkpoint.
     """
 
     name: str
@@ -35,47 +40,33 @@ class Piece:
     tensor_dim: int | None
     order: torch.Tensor | None
     copies: int
+    writer: int
 
 
 class Pieces:
-    """All weights of this rank's stages, in the model's order. `shapes` has those of the whole model, by name."""
+    """All weights of this rank's stages, in the model's order."""
 
     def __init__(self, model: ParallelModel, ranks: Ranks, shapes: dict[str, torch.Size]) -> None:
         """`shapes`: of each weight as it was before the cut."""
-        self.shapes = shapes
         self._ranks, self._layout = ranks, ranks.layout
-        self._layers = layers_of_stages(model.config.n_layer, self._layout)
         order = qkv_order(model.config, self._layout.tensor) if self._layout.tensor > 1 else None
         self._shared = "embedding.weight" if model.config.tied and self._layout.pipeline > 1 else None
         own: dict[str, Piece] = {}
+        writers = _Writers()
         for stage in model.stages:
             for name, weight in stage.model.named_parameters():  # type: ignore[union-attr]
                 tensor_dim = _tensor_dim(weight)
-                copies = 1 if tensor_dim is not None else self._layout.tensor
-                copies *= 1 if self._layout.shards_weights else self._layout.replicas
-                copies *= 2 if name == self._shared else 1
+                holders = 1 if tensor_dim is not None else self._layout.tensor
+                holders *= 1 if self._layout.shards_weights else self._layout.replicas
+                copies = holders * (2 if name == self._shared else 1)
                 piece_order = order if ".attention.qkv." in name else None
                 local = nn.Parameter(_local(weight.detach()))
-                own[name] = Piece(name, weight, local, shapes[name], tensor_dim, piece_order, copies)
+                writer = writers.next(local.numel(), holders)
+                own[name] = Piece(name, weight, local, shapes[name], tensor_dim, piece_order, copies, writer)
         self._own = {name: own[name] for name in shapes if name in own}
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self._own.values())
-
-    def get(self, name: str) -> Piece | None:
-        """The piece of that weight, None: this rank's stages have none."""
-        return self._own.get(name)
-
-    def pipeline_rank(self, name: str) -> int:
-        """The first pipeline rank that has the weight."""
-        layout = self._layout
-        if name.startswith(("norm.", "head.")):
-            return layout.pipeline - 1
-        if not name.startswith("layers."):
-            return 0
-        number = int(name.split(".")[1])
-        stage = next(stage for stage, layers in enumerate(self._layers) if number in layers)
-        return stage % layout.pipeline
 
     def take_gradients(self) -> None:
         """Move the gradients from the model's weights to the parts that the optimizer works on."""
@@ -112,36 +103,44 @@ class Pieces:
         dist.all_reduce(sums)
         return sums[1].sqrt().float(), sums[0].float()
 
-    def gather(self, piece: Piece, local: torch.Tensor) -> torch.Tensor:
-        """The whole of which `local` (a weight or a moment of it) is this rank's part. All ranks that have parts of it must call, one
-        pipeline rank's at a time or all."""
-        layout, part = self._layout, local
+    def boxes(self, piece: Piece, local: torch.Tensor) -> list[Box]:
+        """Where `local`, this rank's part of a weight or of a moment of it, lies in the whole: views of it, one a run of rows."""
+        return self._boxes(piece, local, 0, local.shape[0])
+
+    def boxes_to_write(self, piece: Piece, local: torch.Tensor) -> list[Box]:
+        """Those of `boxes` that this rank writes to a checkpoint: ranks that have the same part share its rows among them."""
+        layout, ranks = self._layout, self._ranks
+        if piece.name == self._shared and ranks.pipeline_rank > 0:
+            return []
+        copy = 0 if layout.shards_weights else ranks.replica_rank
+        if piece.tensor_dim is None:
+            copy = copy * layout.tensor + ranks.tensor_rank
+        holders = piece.copies // 2 if piece.name == self._shared else piece.copies
+        shares, share = _shares(local.numel(), holders), (copy - piece.writer) % holders
+        return self._boxes(piece, local, *_range(local.shape[0], shares, share)) if share < shares else []
+
+    def writes_once(self, piece: Piece) -> bool:
+        """Whether this is the rank that writes what all ranks with that weight have alike, its step count."""
+        ranks = self._ranks
+        first = ranks.replica_rank == ranks.tensor_rank == 0
+        return first and not (piece.name == self._shared and ranks.pipeline_rank > 0)
+
+    def _boxes(self, piece: Piece, local: torch.Tensor, start: int, length: int) -> list[Box]:
+        """Of the rows of `local` from `start` on, `length` of them."""
+        layout, ranks = self._layout, self._ranks
+        columns = [0] * (len(piece.shape) - 1)
+        rows, first = piece.shape[0], 0  # this rank's, in the order in which tensor ranks cut them
+        if piece.tensor_dim == 0:
+            first, rows = _range(rows, layout.tensor, ranks.tensor_rank)
+        elif piece.tensor_dim is not None:
+            columns[piece.tensor_dim - 1] = _range(piece.shape[piece.tensor_dim], layout.tensor, ranks.tensor_rank)[0]
         if layout.shards_weights:
-            part = _gathered(part, self._tensor_part_rows(piece), 0, self._ranks.replica_group, layout.replicas)
-        if piece.tensor_dim is not None:
-            part = _gathered(
-                part, piece.shape[piece.tensor_dim], piece.tensor_dim, self._ranks.tensor_group, layout.tensor
-            )
-        if piece.order is not None:
-            whole = torch.empty_like(part)
-            whole[piece.order.to(part.device)] = part
-            return whole
-        return part
-
-    def scatter(self, piece: Piece, whole: torch.Tensor, local: torch.Tensor) -> None:
-        """Copy this rank's part of `whole` into `local`."""
-        part = whole if piece.order is None else whole[piece.order.to(whole.device)]
-        if piece.tensor_dim is not None:
-            part = _cut(part, piece.tensor_dim, self._layout.tensor, self._ranks.tensor_rank)
-        if self._layout.shards_weights:
-            part = _cut(part, 0, self._layout.replicas, self._ranks.replica_rank)
-        local.copy_(part)
-
-    def _tensor_part_rows(self, piece: Piece) -> int:
-        rows = piece.shape[0]
-        if piece.tensor_dim != 0:
-            return rows
-        return _range(rows, self._layout.tensor, self._ranks.tensor_rank)[1]
+            first += _range(rows, layout.replicas, ranks.replica_rank)[0]
+        boxes = []
+        for at, row, size in _runs(piece.order, first + start, length):
+            part = local.detach().narrow(0, at - first, size)
+            boxes.append(Box(part, (row, *columns), piece.shape))
+        return boxes
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,16 +165,32 @@ def _range(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(chunk, size - start)
 
 
-def _cut(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
-    return tensor.narrow(dim, *_range(tensor.shape[dim], parts, index))
+def _shares(numbers: int, holders: int) -> int:
+    """How many of the ranks that hold so many numbers alike write a part of them each."""
+    return max(1, min(holders, numbers // _LEAST_SHARE))
 
 
-def _gathered(part: torch.Tensor, size: int, dim: int, group: dist.ProcessGroup, parts: int) -> torch.Tensor:
-    """The parts of all ranks of `group` in their order along `dim`, `size` in all."""
-    chunk = -(-size // parts)
-    rows = part.detach().movedim(dim, 0)
-    padded = rows.new_zeros(chunk, *rows.shape[1:])
-    padded[: rows.shape[0]] = rows
-    received = [torch.empty_like(padded) for _ in range(parts)]
-    dist.all_gather(received, padded, group=group)
-    return torch.cat(received)[:size].movedim(0, dim).contiguous()
+class _Writers:
+    """Deals out what several ranks hold alike, so that each writes about as much. All of them come to the same result."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, list[int]] = {}  # by the number of holders, for others hold other pieces alike
+
+    def next(self, numbers: int, holders: int) -> int:
+        """Which of the holders is the first that writes a share."""
+        loads = self._loads.setdefault(holders, [0] * holders)
+        first, shares = loads.index(min(loads)), _shares(numbers, holders)
+        for share in range(shares):
+            loads[(first + share) % holders] += numbers // shares
+        return first
+
+
+def _runs(order: torch.Tensor | None, start: int, length: int) -> list[tuple[int, int, int]]:
+    """(place in `order`, row of the whole, rows) of each run of neighbours in `length` places of `order` from `start` on."""
+    if length == 0:
+        return []
+    if order is None:
+        return [(start, start, length)]
+    rows = order[start : start + length]
+    breaks = ((rows.diff() != 1).nonzero().flatten() + 1).tolist()
+    return [(start + begin, int(rows[begin]), end - begin) for begin, end in itertools.pairwise([0, *breaks, length])]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tileflash.parallel.layout import SINGLE, Layout
+from tileflash.parallel.watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -55,9 +56,17 @@ class Alone(AbstractContextManager["Alone"]):
         """Do `work`."""
         return work()
 
+    def together(self, work: Callable[[], Value]) -> Value:
+        """Do `work`."""
+        return work()
+
     def share(self, value: Any) -> Any:
         """`value`."""
         return value
+
+    def loss_of_rank(self, error: BaseException) -> str | None:
+        """None: there is no other."""
+        return None
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -74,6 +83,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         self.is_first = self.rank == 0
         self._device_type, self._timeout_s = device_type, timeout_s
         self._owns_group = False
+        self._watch: Watch | None = None  # of a process group of our own
         self.mesh: DeviceMesh
         self.token_mesh: DeviceMesh
         self.data_group: ProcessGroup
@@ -121,9 +131,10 @@ class Ranks(AbstractContextManager["Ranks"]):
             torch.cuda.set_device(self.local_rank)  # before NCCL looks for its GPU
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, store=self._store(timeout), rank=self.rank, world_size=layout.ranks, timeout=timeout
-            )
+            store = self._store(timeout)
+            own = dist.PrefixStore(f"watch_{restarts_from_environment()}", store)
+            self._watch = Watch(own, self.rank, layout.ranks, patience_s=0.8 * self._timeout_s)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=layout.ranks, timeout=timeout)
             self._owns_group = True
         shape = (1, layout.replicas) if layout.shards_weights else (layout.replicas, 1)
         names = ("pipeline", "replicate", "shard", "tensor")
@@ -167,6 +178,9 @@ class Ranks(AbstractContextManager["Ranks"]):
         # After a failure the others may never come: the group then ends with the process.
         if error is None:
             self.any(False)  # rank 0 holds the store that the others need to the end
+            if self._watch is not None:
+                self._watch.stop()
+            self.any(False)
             dist.destroy_process_group()
 
     @property
@@ -177,6 +191,10 @@ class Ranks(AbstractContextManager["Ranks"]):
     def first(self, work: Callable[[], Value]) -> Value | None:
         """Rank 0 does `work` and gets its result, the others None; what goes wrong there is raised by all."""
         return self._together(work if self.is_first else None)
+
+    def together(self, work: Callable[[], Value]) -> Value:
+        """All do `work`, each gets its own result; what goes wrong on any is raised by all."""
+        return self._together(work)  # type: ignore[return-value]
 
     def in_turn(self, work: Callable[[], Value]) -> Value:
         """All do `work`, the first of each host before the others: what it leaves on the disk is then there for them."""
@@ -210,10 +228,20 @@ class Ranks(AbstractContextManager["Ranks"]):
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def new_group(self) -> ProcessGroup:
+        """All ranks once more, over gloo: for a thread that must not come between what the others say to each other."""
+        import torch.distributed as dist
+
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        return group
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank; the same answer on all."""
         import torch.distributed as dist
 
+        if self._watch is not None:
+            self._watch.step_begins()
         raised = torch.tensor(int(flag))
         dist.all_reduce(raised, op=dist.ReduceOp.MAX)
         return bool(raised)
@@ -227,16 +255,18 @@ class Ranks(AbstractContextManager["Ranks"]):
         return int(total)
 
     def loss_of_rank(self, error: BaseException) -> str | None:
-        """What to tell where `error` is torch.distributed's way to say that another rank is gone; else None."""
+        """What to tell where `error` is torch.distributed's way to say that another rank is gone; None where it is this rank that
+        fails, which the others are then told. Of a loss it may take some seconds to find out whose."""
         text = str(error)
-        kinds = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-        named = any(kind.__name__.lstrip("_") in kinds for kind in type(error).__mro__)
-        if not (named or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text))):
+        if not is_loss_of_rank(error):
+            if self._watch is not None:
+                self._watch.leave_word(f"{type(error).__name__}: {text}" if text else type(error).__name__)
             return None
+        missed = "" if self._watch is None else f" ({self._watch.missed()})"
         return (
-            f"rank {self.rank}: another rank has ended or has not answered for {self._timeout_s:g} s, so this one ends "
+            f"rank {self.rank}: another rank has ended or has not answered for {self._timeout_s:g} s{missed}, so this one ends "
             f"too. What made it end stands in its own lines; --resume goes on from the last checkpoint. "
-            f"({text.splitlines()[0] if text else type(error).__name__})"
+            f"[{text.splitlines()[0] if text else type(error).__name__}]"
         )
 
 
@@ -250,6 +280,14 @@ def join(layout: Layout, device_of: Callable[[int], torch.device], timeout_s: fl
     if world_size is None:
         return Alone()
     return Ranks(layout, device_of(int(os.environ["LOCAL_RANK"])).type, timeout_s)
+
+
+def is_loss_of_rank(error: BaseException) -> bool:
+    """Whether `error` is torch.distributed's way to say that another rank is gone."""
+    kinds = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+    if any(kind.__name__.lstrip("_") in kinds for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
 
 
 def _portable(error: Exception) -> Exception:

@@ -1,30 +1,39 @@
 """Checkpoints that a kill at any moment cannot spoil: written aside, made durable, sealed by a manifest, then renamed.
 
 A checkpoint is a directory `checkpoint_step_000100`:
-    tensors/        weights, optimizer moments, random states, by torch.distributed.checkpoint
+    tensors/        weights, optimizer moments, random states, by torch.distributed.checkpoint: a file of each rank, and
+                    `.metadata`, which says what lies where
     state.json      everything else: step, data position, settings, the model's configuration
     manifest.json   size and SHA-256 of each file above; written last
+Tensors have their names in the whole model and their whole shapes, so any layout reads what any other has written.
+
 A directory without a manifest, or whose files do not match it, is not complete and is never read. Like every PyTorch
 checkpoint, `tensors/` holds pickled metadata: load only what you trust.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tileflash.files import flush
-from tileflash.train.errors import CheckpointError
+from tileflash.files import Seal, flush, sha256
+from tileflash.parallel.box import Box
+from tileflash.train.errors import CheckpointError, causes_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Stored = Mapping[str, "torch.Tensor | list[Box]"]  # a tensor alone is all of what it is called
 
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
@@ -35,50 +44,86 @@ _FORMAT = 1
 
 
 def save_checkpoint(
-    output: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int
+    output: Path,
+    step: int,
+    stored: Stored,
+    state: dict[str, Any],
+    keep: int,
+    *,
+    group: ProcessGroup | None = None,
+    run: str = "",
 ) -> Path:
     """Write a checkpoint of `step` to `output` and remove all but the last `keep`; return where it lies.
 
-    `tensors` may lie on any device and are written one after the other. CheckpointError if the disk does not take it:
-    what was there before is untouched.
+    With a `group` (of gloo) all of its ranks call, each with the boxes that it writes: together every tensor once. They
+    must see `output` all. `state` is the first rank's; `run`, the same on all, sets what they write apart from what is
+    left of another run. `stored` may lie on any device.
+
+    CheckpointError, on all ranks, if the disk of any does not take it: what was there before is untouched.
     """
+    from torch.distributed import checkpoint as distributed_checkpoint
+
+    from tileflash.train.checkpoint_format import BoxSavePlanner, SealingWriter
+
     final = output / f"checkpoint_step_{step:06d}"
-    aside = output / f"{_ASIDE}{final.name}"
-    try:
-        aside.mkdir(parents=True)
-        _write(aside, tensors, {"format": _FORMAT, "step": step, **state})
+    aside = output / f"{_ASIDE}{final.name}{run and '-'}{run}"
+    coordinates = group is None or group.rank() == 0
+
+    def seal(seals: list[Seal]) -> None:
+        _seal(aside, seals, {"format": _FORMAT, "step": step, **state})
         _remove(final)  # there only if it is not complete, or of a past that was resumed before it
         os.rename(aside, final)
         flush(output)
+
+    boxes = _as_boxes(stored)
+    try:
+        distributed_checkpoint.save(
+            boxes,
+            storage_writer=SealingWriter(aside / _TENSORS, seal),
+            planner=BoxSavePlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
     except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
-        shutil.rmtree(aside, ignore_errors=True)  # a full disk has room again for the run's log
-        cause = next((cause for cause in _causes(error) if isinstance(cause, OSError | KeyboardInterrupt)), None)
-        if not isinstance(cause, OSError):
-            raise cause or error from None
+        if coordinates:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk has room again for the run's log
+        causes = list(causes_of(error))
+        refused = next((cause for _, cause in causes if isinstance(cause, OSError)), None)
+        if refused is None:
+            of_ranks = [failure[0] for failure in getattr(error, "failures", {}).values()]
+            raise next(iter(of_ranks), error) from None
+        ranks = sorted({rank for rank, cause in causes if isinstance(cause, OSError) and rank is not None})
+        where = f"rank {', '.join(map(str, ranks))}: " if group is not None and ranks else ""
+        part = "it needs" if group is None else "this rank's part is"
         raise CheckpointError(
-            f"could not save the checkpoint of step {step} to {output}: {cause.strerror or cause}. Earlier checkpoints "
-            f"are untouched; it needs {_size_bytes(tensors) / 1e9:.2f} GB, "
+            f"could not save the checkpoint of step {step} to {output}: {where}{refused.strerror or refused}. Earlier "
+            f"checkpoints are untouched; {part} {_size_bytes(boxes) / 1e9:.2f} GB, "
             f"{shutil.disk_usage(output).free / 1e9:.2f} GB are free"
         ) from error
-    for _, old in checkpoints(output)[:-keep]:
-        _remove(old)
+    if coordinates:
+        for _, old in checkpoints(output)[:-keep]:
+            _remove(old)
     return final
 
 
-def load_checkpoint(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Read the checkpoint at `path` into `tensors`, in place; return its state.
+def load_checkpoint(path: Path, stored: Stored) -> dict[str, Any]:
+    """Read the checkpoint at `path` into `stored`, in place; return its state.
 
-    CheckpointError unless all their names and shapes are in it.
+    Every rank reads for itself. CheckpointError unless all names and shapes are in it.
     """
     from torch.distributed import checkpoint as distributed_checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
 
+    from tileflash.train.checkpoint_format import BoxLoadPlanner
+
     reader = distributed_checkpoint.FileSystemReader(path / _TENSORS)
     try:
-        with _quiet():
-            distributed_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+        with as_one_process():
+            distributed_checkpoint.load(
+                _as_boxes(stored), storage_reader=reader, planner=BoxLoadPlanner(), no_dist=True
+            )
     except CheckpointException as error:
-        causes = "; ".join(f"{type(cause).__name__}: {cause}" for cause in _causes(error) if cause is not error)
+        causes = "; ".join(f"{type(cause).__name__}: {cause}" for _, cause in causes_of(error) if cause is not error)
         raise CheckpointError(f"{path} cannot be read: {causes}") from error
     return read_state(path)
 
@@ -124,14 +169,17 @@ def find_fault(path: Path) -> str | None:
         return f"{_MANIFEST} is damaged ({error})"
     if version != _FORMAT:
         return f"it is of format {version}; this version of tileflash reads format {_FORMAT}"
-    for name, (size_bytes, digest) in expected.items():
+    for name, (size_bytes, _) in expected.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size_bytes:
             return f"{name} has {file.stat().st_size} bytes instead of {size_bytes}"
-        if _sha256(file) != digest:
-            return f"{name} has changed since it was written (its SHA-256 differs)"
+    with ThreadPoolExecutor(max_workers=8) as pool:  # a file of each rank, and hashing lets other threads run
+        digests = pool.map(lambda name: sha256(path / name), expected)
+        for (name, (_, digest)), found in zip(expected.items(), digests, strict=True):
+            if found != digest:
+                return f"{name} has changed since it was written (its SHA-256 differs)"
     return None
 
 
@@ -156,26 +204,27 @@ def remove_after(output: Path, step: int) -> None:
             _remove(path)
 
 
-def _write(aside: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-    from torch.distributed import checkpoint as distributed_checkpoint
-
-    writer = distributed_checkpoint.FileSystemWriter(aside / _TENSORS, sync_files=True)
-    with _quiet():
-        distributed_checkpoint.save(tensors, storage_writer=writer, no_dist=True)
-    _write_json(aside / _STATE, state)
-    files = sorted(path for path in aside.rglob("*") if path.is_file())
-    entries = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-    flush(aside / _TENSORS)
-    _write_json(aside / _MANIFEST, {"format": _FORMAT, "files": entries})
-    flush(aside)
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without PyTorch's warning that there is one process: `no_dist` says so."""
+def as_one_process() -> Iterator[None]:
+    """Without PyTorch's warning, at each checkpoint, that there is one process: `no_dist` says so. Not for threads but the first."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+def _seal(aside: Path, seals: list[Seal], state: dict[str, Any]) -> None:
+    """Write what stands beside the ranks' files, whose seals are given, and the manifest of all."""
+    _write_json(aside / _STATE, state)
+    entries = {f"{_TENSORS}/{seal.name}": seal for seal in [*seals, Seal.of(aside / _TENSORS / ".metadata")]}
+    entries[_STATE] = Seal.of(aside / _STATE)
+    files = {name: {"bytes": seal.size_bytes, "sha256": seal.sha256} for name, seal in sorted(entries.items())}
+    flush(aside / _TENSORS)
+    _write_json(aside / _MANIFEST, {"format": _FORMAT, "files": files})
+    flush(aside)
+
+
+def _as_boxes(stored: Stored) -> dict[str, list[Box]]:
+    return {name: value if isinstance(value, list) else [Box.whole(value)] for name, value in stored.items()}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -195,27 +244,5 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _size_bytes(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """`error` and all that led to it; torch.distributed.checkpoint and torch.save wrap errors in their own."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        failures: Iterable[Any] = getattr(current, "failures", {}).values()  # of each rank: (error, its traceback)
-        pending += [current.__cause__, current.__context__, *(failure[0] for failure in failures)]
+def _size_bytes(boxes: Mapping[str, list[Box]]) -> int:
+    return sum(box.tensor.numel() * box.tensor.element_size() for of_name in boxes.values() for box in of_name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -74,3 +75,19 @@ def _remedies(config: TrainConfig) -> list[str]:
     if config.dtype == "float32":
         remedies.append("--dtype bfloat16")
     return [*remedies, "a smaller model"]
+
+
+def causes_of(error: BaseException) -> Iterator[tuple[int | None, BaseException]]:
+    """`error` and all that led to it, each with the rank that it is of; torch.distributed.checkpoint and torch.save wrap
+    errors in their own."""
+    pending: list[tuple[int | None, BaseException | None]] = [(None, error)]
+    seen: set[int] = set()
+    while pending:
+        rank, current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield rank, current
+        failures: Iterable[tuple[int, Any]] = getattr(current, "failures", {}).items()  # (error, its traceback)
+        pending += [(rank, current.__cause__), (rank, current.__context__)]
+        pending += [(number, failure[0]) for number, failure in failures]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import fcntl
+import socket
+import time
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from tileflash.parallel.ranks import Alone, Ranks
 from tileflash.train.checkpoint import checkpoints, find_checkpoint, remove_after, remove_leftovers
 from tileflash.train.config import TrainConfig
+
+_LOCK = ".lock"
+_SEEN_WITHIN_S = 10.0  # a network's file system may show a new file late
 
 
 class Output(AbstractContextManager["Output"]):
@@ -27,6 +34,7 @@ class Output(AbstractContextManager["Output"]):
         self._config, self._restarted = config, restarted
         self._say = say
         self._lock: IO[str] | None = None
+        self.mark: str | None = None
 
     @property
     def log_path(self) -> Path | None:
@@ -59,7 +67,7 @@ class Output(AbstractContextManager["Output"]):
         path.mkdir(parents=True, exist_ok=True)
         # Without this a second run would take the first one's unfinished checkpoint for a leftover and delete it. The
         # kernel releases the lock however the process ends.
-        self._lock = (path / ".lock").open("w")
+        self._lock = (path / _LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -67,6 +75,24 @@ class Output(AbstractContextManager["Output"]):
                 f"output is {path}: another run is writing to it; it must be a directory of its own"
             ) from None
         remove_leftovers(path)
+        self.mark = uuid.uuid4().hex
+        self._lock.write(self.mark)
+        self._lock.flush()
+
+    def check_seen(self, ranks: Alone | Ranks) -> None:
+        """ValueError, on all ranks, unless all of them see this directory and the checkpoint to go on from.
+
+        All call, with `checkpoint` being the same; the first one holds the directory.
+        """
+        mark, path, checkpoint = ranks.share(self.mark), self.path, self.checkpoint
+
+        def look() -> None:
+            if path is not None:
+                _see(lambda: (path / _LOCK).read_text() == mark, f"output is {path}", ranks.rank)
+            if checkpoint is not None:
+                _see(checkpoint.is_dir, f"the checkpoint to go on from is {checkpoint}", ranks.rank)
+
+        ranks.together(look)
 
     def _find(self) -> Path | None:
         there = checkpoints(self.path) if self.path is not None else []
@@ -93,3 +119,19 @@ class Output(AbstractContextManager["Output"]):
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _see(sees: Callable[[], bool], what: str, rank: int) -> None:
+    end = time.monotonic() + _SEEN_WITHIN_S
+    while True:
+        try:
+            if sees():
+                return
+        except OSError:  # it is not there, or not yet
+            pass
+        if time.monotonic() > end:
+            raise ValueError(
+                f"{what}: rank {rank} on host {socket.gethostname()} does not see there what rank 0 does. Every rank writes "
+                "its part of a checkpoint: the directory must be on a file system that all hosts share"
+            )
+        time.sleep(0.1)

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tileflash.models import AttentionFunction
 from tileflash.parallel.attention import ContextAttention
+from tileflash.parallel.box import Box
 from tileflash.parallel.model import ParallelModel
-from tileflash.parallel.pieces import Piece, Pieces
-from tileflash.parallel.ranks import Ranks
-from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpoint
+from tileflash.parallel.pieces import Pieces
+from tileflash.parallel.ranks import Ranks, is_loss_of_rank
+from tileflash.train.checkpoint import load_checkpoint, read_state
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch, validation_batches
 from tileflash.train.interrupt import Interrupt
 from tileflash.train.logs import Logs
 from tileflash.train.looking import sample_text
 from tileflash.train.optimizer import optimizer_of, set_learning_rate
+from tileflash.train.saving import Saver
 from tileflash.train.setup import Setup
 from tileflash.train.state import MOMENTS, apply_random_states, random_states
 from tileflash.train.step import IGNORED_TARGET, apply_gradients, token_loss_sum
 from tileflash.train.trainer import Trainer, TrainResult
 
+_SEALED_WITHIN_S = 2.0
+
 
 class ParallelTrainer(Trainer):
     """A `Trainer` whose model, samples and optimizer are shared by `ranks`; all of them must make the same calls.
 
-    `output` and `checkpoint` are the same paths on all ranks; only the first reads and writes there.
+    `output` and `checkpoint` are the same on all ranks: each writes and reads its part there.
     """
 
     model: ParallelModel
@@ -136,80 +139,46 @@ class ParallelTrainer(Trainer):
     def _weights_are_finite(self) -> bool:
         return not self.ranks.any(any(not bool(piece.local.isfinite().all()) for piece in self.pieces))
 
-    def _gather_tensors(self) -> dict[str, torch.Tensor]:
-        """On the first rank weights and moments, whole, in its host's memory; on others nothing."""
-        tensors: dict[str, torch.Tensor] = {}
-        ranks = self.ranks
-        for name, piece, stored in self._stored():
-            owner = self.pieces.pipeline_rank(name)
-            for key, local in stored.items():
-                whole = None
-                if piece is not None and local is not None and ranks.pipeline_rank == owner:
-                    whole = local if key.endswith(".step") else self.pieces.gather(piece, local)
-                if owner > 0 and ranks.rank == ranks.first_of(owner):
-                    assert whole is not None
-                    dist.send(whole, dst=0)
-                if ranks.is_first:
-                    if whole is None:
-                        whole = self._empty_like_whole(name, key)
-                        dist.recv(whole, src=ranks.first_of(owner))
-                    tensors[key] = whole.detach().cpu()
-        return tensors
+    def _saver(self, output: Path) -> Saver:
+        run = self.ranks.share(uuid.uuid4().hex[:8])
+        return Saver(output, self.config.keep, group=self.ranks.new_group(), run=run)
 
-    def _stored(self) -> Iterator[tuple[str, Piece | None, dict[str, torch.Tensor | None]]]:
-        """For each weight of the model its name, this rank's piece and its part of all that a checkpoint holds, by name: None, the
-        weight is another pipeline rank's. Moments are made if there are none."""
-        for name in self.pieces.shapes:
-            piece = self.pieces.get(name)
-            stored: dict[str, torch.Tensor | None] = {f"model.{name}": None}
-            stored.update({f"optimizer.{name}.{key}": None for key in ("step", *MOMENTS)})
-            if piece is not None:
-                moments = self.optimizer.state[piece.local]
-                if not moments:
-                    moments["step"] = torch.zeros((), dtype=torch.float32, device=piece.local.device)
-                    moments.update({moment: torch.zeros_like(piece.local.detach()) for moment in MOMENTS})
-                stored = {f"optimizer.{name}.{key}": moments[key] for key in ("step", *MOMENTS)}
-                stored = {f"model.{name}": piece.local.detach(), **stored}
-            yield name, piece, stored
+    def _wait_after_s(self, error: Exception) -> float:
+        # Without a rank that is gone no save can be ended but one that was just being sealed; others may wait for this one to go.
+        return _SEALED_WITHIN_S if is_loss_of_rank(error) else super()._wait_after_s(error)
 
-    def _empty_like_whole(self, name: str, key: str, device: torch.device | None = None) -> torch.Tensor:
-        shape = () if key.endswith(".step") else self.pieces.shapes[name]
-        return torch.empty(shape, dtype=torch.float32, device=self.setup.device if device is None else device)
+    def _stored(self) -> dict[str, list[Box]]:
+        stored = self._boxes(to_write=True)
+        if self.ranks.is_first:
+            states = random_states(self.setup.device)
+            stored |= {name: [Box.whole(state)] for name, state in states.items()}
+        return stored
 
-    def _write_checkpoint(self, output: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
-        def write() -> Path:
-            return save_checkpoint(output, self.step, tensors, state, self.config.keep)
-
-        written: Path = self.ranks.share(self.ranks.first(write))
-        return written
+    def _boxes(self, *, to_write: bool) -> dict[str, list[Box]]:
+        """Of weights and moments what this rank has, or what of it this rank writes. Moments are made if there are none."""
+        pieces = self.pieces
+        boxes_of = pieces.boxes_to_write if to_write else pieces.boxes
+        boxes: dict[str, list[Box]] = {}
+        for piece in pieces:
+            moments = self.optimizer.state[piece.local]
+            if not moments:
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=piece.local.device)
+                moments.update({moment: torch.zeros_like(piece.local.detach()) for moment in MOMENTS})
+            boxes[f"model.{piece.name}"] = boxes_of(piece, piece.local)
+            for moment in MOMENTS:
+                boxes[f"optimizer.{piece.name}.{moment}"] = boxes_of(piece, moments[moment])
+            if not to_write or pieces.writes_once(piece):
+                boxes[f"optimizer.{piece.name}.step"] = [Box.whole(moments["step"])]
+        return boxes
 
     @torch.no_grad()
     def _restore(self, checkpoint: Path) -> None:
-        """Only the first rank reads; each weight goes from it to all, and each takes its part."""
         device = self.setup.device
-        tensors: dict[str, torch.Tensor] = {}
-
-        def read() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-            for name, _, stored in self._stored():
-                for key in stored:
-                    tensors[key] = self._empty_like_whole(name, key, torch.device("cpu")).zero_()
-            same_device = read_state(checkpoint)["device"] == device.type
-            random = random_states(device) if same_device else {}
-            return load_checkpoint(checkpoint, tensors | random), random
-
-        state, random = self.ranks.share(self.ranks.first(read))
-        for name, piece, stored in self._stored():
-            for key, local in stored.items():
-                whole = self._empty_like_whole(name, key)
-                if self.ranks.is_first:
-                    whole.copy_(tensors.pop(key))
-                dist.broadcast(whole, src=0)
-                if piece is None or local is None:
-                    continue
-                if key.endswith(".step"):
-                    local.copy_(whole)
-                else:
-                    self.pieces.scatter(piece, whole, local)
+        boxes = self._boxes(to_write=False)
+        same_device = read_state(checkpoint)["device"] == device.type
+        random = random_states(device) if same_device else {}
+        stored = boxes | {name: [Box.whole(state)] for name, state in random.items()}
+        state = self.ranks.together(lambda: load_checkpoint(checkpoint, stored))
         if random:
             apply_random_states(random, device)
         self._go_on(checkpoint, state)

@@ -49,6 +49,19 @@ def run(config: TrainConfig) -> TrainResult:
     )
     layout.check_micro_batches(config.micro_batches)
     ranks = join(layout, functools.partial(rank_device, config.device), config.rank_timeout)
+    try:
+        return _run(config, ranks)
+    except RankLostError:
+        raise
+    except Exception as error:  # this rank's own, or of what stands around the training
+        lost = ranks.loss_of_rank(error)
+        if lost is None:
+            raise
+        raise RankLostError(lost) from error
+
+
+def _run(config: TrainConfig, ranks: Alone | Ranks) -> TrainResult:
+    layout = ranks.layout
     terminal = (Terminal if ranks.is_first else Silence)(config.num_iteration, layout.label)
     with ExitStack() as stack:
         stack.enter_context(_deterministic(config.deterministic))
@@ -56,12 +69,13 @@ def run(config: TrainConfig) -> TrainResult:
         output = Output(config, terminal.say, restarted=restarts_from_environment() > 0)
         ranks.first(lambda: stack.enter_context(output))
         setup = ranks.in_turn(lambda: prepare_setup(config, layout, ranks.local_rank))
-        checkpoint: Path | None = ranks.share(output.checkpoint)
+        output.checkpoint = ranks.share(output.checkpoint)
+        output.check_seen(ranks)
         logs = stack.enter_context(_logs(config, setup, output, terminal, ranks))
         interrupt = stack.enter_context(Interrupt(terminal, saves=output.path is not None))
         _introduce(config, setup, logs, ranks)
         try:
-            trainer = _trainer(config, setup, logs, output.path, checkpoint, ranks)
+            trainer = _trainer(config, setup, logs, output.path, output.checkpoint, ranks)
             terminal.start(trainer.step)
             with _settled_objects():
                 result = trainer.run(interrupt)
@@ -131,7 +145,7 @@ def _ending(error: BaseException, config: TrainConfig, setup: Setup, ranks: Alon
         return "interrupted", KeyboardInterrupt("ended at once, nothing saved since the last checkpoint")
     if is_out_of_memory(error):
         return "out_of_memory", TrainingOutOfMemoryError(out_of_memory_message(error, config, setup.device))
-    lost = ranks.loss_of_rank(error) if isinstance(ranks, Ranks) else None
+    lost = ranks.loss_of_rank(error)
     return "failed", error if lost is None else RankLostError(lost)
 
 

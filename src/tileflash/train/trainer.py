@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from torch import nn
 
 from tileflash.models import AttentionFunction, Model, build_model
 from tileflash.parallel.attention import DocumentAttention
-from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpoint
+from tileflash.train.checkpoint import Stored, as_one_process, load_checkpoint, read_state
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch
 from tileflash.train.errors import CheckpointError, GraphCaptureError, TrainingStoppedError
@@ -23,6 +25,7 @@ from tileflash.train.logs import Logs
 from tileflash.train.looking import sample_text, validation_loss
 from tileflash.train.metrics import StepMetrics, peak_memory
 from tileflash.train.optimizer import build_optimizer, set_learning_rate
+from tileflash.train.saving import Saver
 from tileflash.train.schedule import learning_rate
 from tileflash.train.setup import Setup
 from tileflash.train.state import (
@@ -54,7 +57,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, setup: Setup, logs: Logs, output: Path | None, checkpoint: Path | None
     ) -> None:
-        self.config, self.setup, self.logs, self.output = config, setup, logs, output
+        self.config, self.setup, self.logs = config, setup, logs
         self.step = 0  # steps done
         self.sample = 0  # samples seen
         self.loss: float | None = None
@@ -75,6 +78,7 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
         self.data = self._open_data()
+        self.saver = None if output is None else self._saver(output)
         self.captures = setup.cuda_graph
         self.captured: CapturedStep | None = None  # where it captures, from the first step on
 
@@ -105,15 +109,29 @@ class Trainer:
     def _open_data(self) -> DataSource:
         return DataSource(self.setup.training, self.config, self.setup.device, self.sample)
 
+    def _saver(self, output: Path) -> Saver:
+        return Saver(output, self.config.keep, run=uuid.uuid4().hex[:8])
+
     def _interrupted(self, interrupt: Interrupt) -> bool:
         return interrupt.requested
 
     def run(self, interrupt: Interrupt) -> TrainResult:
         """Train to the last step, or to the first signal."""
+        with as_one_process():
+            try:
+                self._train(interrupt)
+            except Exception as error:
+                # Whatever has gone wrong, what is being saved is of before it. A second signal does not wait for it.
+                self._end_save(final=False, wait_s=self._wait_after_s(error), give_up=True)
+                raise
+        return self._result("finished" if self.step >= self.config.num_iteration else "interrupted")
+
+    def _train(self, interrupt: Interrupt) -> None:
         last_step, start = self.config.num_iteration, self.step
         batch = None
         while self.step < last_step and not self._interrupted(interrupt):
             batch = self._step(batch)
+            self._end_save(final=False, wait_s=0)
             last = self.step == last_step
             if self._due(self.config.val_loss_every, last):
                 self._validate()
@@ -122,9 +140,9 @@ class Trainer:
             # After saving: whatever goes wrong in it, the run is safe. It draws from a generator of its own.
             if self._due(self.config.sample_every, last):
                 self._write_sample()
+        self._end_save(final=False)
         if start < self.step < last_step and self.saved_step != self.step:  # interrupted
             self._save(final=True)
-        return self._result("finished" if self.step >= last_step else "interrupted")
 
     def _step(self, batch: StepBatch | None) -> StepBatch | None:
         """Do one step with `batch` (None: load it); return the next step's data, None after the last."""
@@ -226,12 +244,12 @@ class Trainer:
         self.logs.sample(self.step, text, error)
 
     def _save(self, *, final: bool) -> None:
-        """Write a checkpoint. Where the disk does not take it, an earlier save is told and tried again at the next."""
-        if self.output is None:
+        """Begin to write a checkpoint, after the one before is written; see the `final` one to its end."""
+        if self.saver is None:
             return
+        self._end_save(final=False)
         if not self._weights_are_finite():
             raise TrainingStoppedError(f"stopped at step {self.step}: weights are NaN or Inf; they were not saved")
-        tensors = self._gather_tensors() | random_states(self.setup.device)
         state: dict[str, Any] = {
             "sample": self.sample,
             "device": self.setup.device.type,
@@ -239,26 +257,41 @@ class Trainer:
             "config": self.config.as_dict(),
             "model": model_facts(self.setup.model),
         }
-        try:
-            self.saved = self._write_checkpoint(self.output, tensors, state)
-        except CheckpointError as error:
-            if final:
-                raise
-            self.logs.say(f"warning: {error}. Training goes on")
+        self.logs.flush()  # of no step that a checkpoint has behind it may the line be lost
+        self.saver.start(self.step, self._stored(), state)
+        if final:
+            self._end_save(final=True)
+
+    def _end_save(self, *, final: bool, wait_s: float = math.inf, give_up: bool = False) -> None:
+        """Tell how a save that was begun has ended, if it has or does so within `wait_s`.
+
+        Where the disk does not take it, an earlier save than the `final` one is told and tried again at the next. With
+        `give_up` the run has failed already: nothing of the save is raised.
+        """
+        save = None if self.saver is None else self.saver.result(wait_s=wait_s)
+        if save is None:
             return
-        self.saved_step = self.step
-        self.logs.flush()
-        self.logs.say(f"saved {self.saved}")
+        if save.path is not None:
+            self.saved, self.saved_step = save.path, save.step
+            self.logs.say(f"saved {save.path}")
+        elif give_up:
+            self.logs.say(f"warning: the checkpoint of step {save.step} was not written: {save.error}")
+        elif isinstance(save.error, CheckpointError) and not final:
+            self.logs.say(f"warning: {save.error}. Training goes on")
+        else:
+            assert save.error is not None
+            raise save.error
+
+    def _wait_after_s(self, error: Exception) -> float:
+        """How long a run that ends by `error` waits for its last save."""
+        return math.inf
 
     def _weights_are_finite(self) -> bool:
         return weights_are_finite(self.model)
 
-    def _gather_tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and moments, whole."""
-        return gather_tensors(self.model, self.optimizer)
-
-    def _write_checkpoint(self, output: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
-        return save_checkpoint(output, self.step, tensors, state, self.config.keep)
+    def _stored(self) -> Stored:
+        """What this process writes of a checkpoint."""
+        return gather_tensors(self.model, self.optimizer) | random_states(self.setup.device)
 
     def _restore(self, checkpoint: Path) -> None:
         device = self.setup.device
@@ -279,7 +312,7 @@ class Trainer:
 
     def _result(self, status: str) -> TrainResult:
         where = (
-            f"nothing was saved{'' if self.output else ' (no --output)'}"
+            f"nothing was saved{'' if self.saver else ' (no --output)'}"
             if self.saved is None
             else f"the last checkpoint is {self.saved}"
         )
