@@ -25,9 +25,9 @@ class LayerOperators(NamedTuple):
 
 
 def layer_norm(x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The residual stream after an update, and its LayerNorm."""
+    """The residual stream after an update, and its LayerNorm. Weights narrower than the stream are widened to it."""
     x = x if update is None else x + update
-    return x, F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+    return x, F.layer_norm(x, (x.shape[-1],), weight.to(x.dtype), bias.to(x.dtype), epsilon)
 
 
 def rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -
         # LLaMA as published goes through float32 whatever the input; a float64 run must give its numbers.
         wide = x.float()
         return x, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
-    return x, F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+    return x, F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), epsilon)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -21,8 +21,10 @@ from tileflash.train.guard import SpikeGuard
 from tileflash.train.interrupt import Interrupt
 from tileflash.train.logs import Logs
 from tileflash.train.looking import sample_text, validation_loss
+from tileflash.train.layers import compile_layers, recompute_layers
+from tileflash.train.masters import widen_stream
 from tileflash.train.metrics import StepMetrics, peak_memory
-from tileflash.train.optimizer import build_optimizer, set_learning_rate
+from tileflash.train.optimizer import build_fused_optimizer, build_optimizer, set_learning_rate
 from tileflash.train.schedule import learning_rate
 from tileflash.train.setup import Setup
 from tileflash.train.state import (
@@ -31,6 +33,7 @@ from tileflash.train.state import (
     model_facts,
     random_states,
     resume_sample,
+    take_tensors,
     weights_are_finite,
 )
 from tileflash.train.step import train_step
@@ -69,7 +72,7 @@ class Trainer:
         # Nothing here draws from the global generators; whatever the model may contain is then reproducible too.
         torch.manual_seed(config.seed)
         self.model: nn.Module
-        self.optimizer: torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer
         self.documents: DocumentAttention | None = None
         self._build(from_start=checkpoint is None)
         if checkpoint is not None:
@@ -84,7 +87,18 @@ class Trainer:
         if self.documents is not None:
             # Whatever calls the model, its tokens go through here.
             model.embedding.register_forward_pre_hook(self.documents.look_at)
-        self.optimizer = build_optimizer(self.model, self.config.learning_rate, self.config.weight_decay)
+        config = self.config
+        numbers = (model, config.learning_rate, config.weight_decay)
+        split = config.master_weights == "split"
+        if split or config.fused_operators:
+            self.optimizer = build_fused_optimizer(*numbers, split=split, sum_in_fp32=config.gradient_dtype == "float32")
+        else:
+            self.optimizer = build_optimizer(*numbers)
+        if split:
+            widen_stream(model)
+        if config.compile:
+            compile_layers(model)
+        recompute_layers(model, config.recompute)
 
     def _whole_model(self, *, from_start: bool) -> Model:
         """The model with the weights that a run starts with; if not `from_start`, with some that are replaced."""
@@ -266,6 +280,7 @@ class Trainer:
         same_device = read_state(checkpoint)["device"] == device.type
         random = random_states(device) if same_device else {}
         state = load_checkpoint(checkpoint, tensors | random)
+        take_tensors(tensors, self.model, self.optimizer)
         if random:  # the states of a GPU's generator mean nothing to a CPU's
             apply_random_states(random, device)
         self._go_on(checkpoint, state)

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
 from triton.compiler import ASTSource
 
+from tileflash.kernels.triton import adamw
 from tileflash.kernels.triton.cross_entropy import cross_entropy_kernel, lanes_and_warps, scale_kernel
 from tileflash.kernels.triton.gated import ACTIVATIONS, gated_backward_kernel, gated_forward_kernel
 from tileflash.kernels.triton.gated import block_and_warps as gated_tile
@@ -60,6 +62,7 @@ def cases() -> Iterator[Case]:
     yield from _norm_cases()
     yield from _gated_cases()
     yield from _rotary_cases()
+    yield from _adamw_cases()
 
 
 def _cross_entropy_cases() -> Iterator[Case]:
@@ -125,6 +128,25 @@ def _rotary_cases() -> Iterator[Case]:
             types |= dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), "*bf16")
             types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
             yield Case(rotary_kernel, f"{q_heads}/{k_heads} {head_dim}", types, constants, (*strides, "half"), warps)
+
+
+def _adamw_cases() -> Iterator[Case]:
+    walk = {"chunks_ptr": "*i32", "table_ptr": "*i64", "gradients_ptr": "*i64"}
+    sizes = {"COLUMNS": adamw.COLUMNS, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
+    read = sizes | {"BLOCK": adamw.READ_BLOCK}
+    for dtype, element in (("bf16", tl.bfloat16), ("fp32", tl.float32)):
+        for kernel in (adamw.square_sum_kernel, adamw.add_kernel):
+            sums = "*i64" if kernel is adamw.add_kernel else "*fp32"
+            yield Case(kernel, dtype, walk | {"sums_ptr": sums}, {"GRADIENT": element} | read, (), adamw.WARPS)
+        for split, clear in ((True, False), (True, True), (False, False)):
+            types = walk | dict.fromkeys(("decays_ptr", "scalars_ptr", "result_ptr"), "*fp32")
+            types |= dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "epsilon"), "fp32")
+            constants = {"SPLIT": split, "GRADIENT": element, "CLEAR": clear} | sizes
+            name = f"{dtype}{' split' * split}{' clear' * clear}"
+            yield Case(adamw.adamw_kernel, name, types, constants, (), adamw.WARPS)
+    pointers = ("sums", "loss", "loss_limit", "gradient_limit", "rate", "step", "result", "scalars")
+    types = {f"{name}_ptr": "*fp32" for name in pointers} | {"betas_ptr": "*fp64", "chunks": "i32", "clip": "fp32"}
+    yield Case(adamw.finish_kernel, "", types, {"BLOCK": adamw.SUM_BLOCK}, (), adamw.FINISH_WARPS)
 
 
 def compile_case(case: Case, target: str) -> OperatorReport:
