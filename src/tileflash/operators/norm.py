@@ -105,7 +105,7 @@ def _differentiate(ctx: Any, d_stream: Tensor | None, d_out: Tensor | None, back
     elif update_dtype == ctx.x_dtype:
         d_update = d_x
     d_bias = d_parameters[1].to(ctx.bias_dtype) if has_bias else None
-    return d_x, d_update, d_parameters[0].to(weight.dtype), d_bias, None, None, None
+    return d_x, d_update, d_parameters[0], d_bias, None, None, None
 
 
 class _DirectNorm(torch.autograd.Function):
@@ -171,7 +171,7 @@ def _(
     twice = update_dtype != x_dtype
     return (
         stream.new_empty(stream.shape, dtype=x_dtype), stream.new_empty(stream.shape if twice else (0,), dtype=update_dtype),
-        weight.new_empty(1 + has_bias, weight.shape[0], dtype=torch.float32),
+        weight.new_empty(1 + has_bias, weight.shape[0]),
     )  # fmt: skip
 
 

@@ -83,7 +83,9 @@ class TrainConfig:
         choices=("float32", "bfloat16"),
     )
     compile: bool = _option(
-        False, "compile each layer with torch.compile; the first step then takes a minute. Not measured yet", "Operators"
+        False,
+        "compile each layer with torch.compile; the first step then takes a minute. Not measured yet",
+        "Operators",
     )
     recompute: str = _option(
         "none",
@@ -250,7 +252,9 @@ class TrainConfig:
                 "it must be float32, or master_weights split"
             )
         if self.master_weights == "split" and self.dtype == "float32":
-            raise ValueError("master_weights is split and dtype float32: the weights are bfloat16, and dtype must be it")
+            raise ValueError(
+                "master_weights is split and dtype float32: the weights are bfloat16, and dtype must be it"
+            )
         if self.compile and self.recompute == "selective":
             raise ValueError(
                 "compile is set and recompute is selective: the compiler chooses by itself what to compute again; recompute must be "

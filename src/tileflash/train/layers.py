@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +16,16 @@ RECOMPUTE = ("none", "selective", "full")
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer of `model`, when it is first called; layers of one shape share what was compiled.
 
-    Names of weights stay as they are. `torch.compiler.set_stance("force_eager")` goes past it.
+    Names of weights stay as they are.
     """
     for layer in _layers(model):
         layer.forward = torch.compile(layer.forward)
+
+
+def layers_as_written(compiled: bool) -> AbstractContextManager[Any]:
+    """A context in which layers that `compile_layers` has compiled run as they are written: a look at the model with other shapes
+    and without gradients would have them compiled again for each."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def recompute_layers(model: nn.Module, kind: str) -> None:

@@ -31,8 +31,8 @@ def gather_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     """The tensors of model and optimizer, by name: the very tensors in use, not copies, but for split masters.
 
     Those are given whole, in fp32 in the host's memory, so that a checkpoint says nothing of how a run keeps them;
-    `take_tensors` puts what was loaded into them back. Moments that do not exist yet (before the first step) are made here as zeros, so that there is always something to
-    load into.
+    `take_tensors` puts what was loaded into them back. Moments that do not exist yet (before the first step) are made
+    here as zeros, so that there is always something to load into.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():  # a weight shared by two layers comes once

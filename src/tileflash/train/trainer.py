@@ -19,9 +19,9 @@ from tileflash.train.errors import CheckpointError, GraphCaptureError, TrainingS
 from tileflash.train.graph import CapturedStep
 from tileflash.train.guard import SpikeGuard
 from tileflash.train.interrupt import Interrupt
+from tileflash.train.layers import compile_layers, layers_as_written, recompute_layers
 from tileflash.train.logs import Logs
 from tileflash.train.looking import sample_text, validation_loss
-from tileflash.train.layers import compile_layers, recompute_layers
 from tileflash.train.masters import widen_stream
 from tileflash.train.metrics import StepMetrics, peak_memory
 from tileflash.train.optimizer import build_fused_optimizer, build_optimizer, set_learning_rate
@@ -91,7 +91,9 @@ class Trainer:
         numbers = (model, config.learning_rate, config.weight_decay)
         split = config.master_weights == "split"
         if split or config.fused_operators:
-            self.optimizer = build_fused_optimizer(*numbers, split=split, sum_in_fp32=config.gradient_dtype == "float32")
+            self.optimizer = build_fused_optimizer(
+                *numbers, split=split, sum_in_fp32=config.gradient_dtype == "float32"
+            )
         else:
             self.optimizer = build_optimizer(*numbers)
         if split:
@@ -232,11 +234,13 @@ class Trainer:
 
     def _validate(self) -> None:
         assert self.setup.validation is not None  # `open_data` saw to it
-        loss = validation_loss(self.model, self.setup.validation, self.config, self.setup)
+        with layers_as_written(self.config.compile):
+            loss = validation_loss(self.model, self.setup.validation, self.config, self.setup)
         self.logs.validation(self.step, loss)
 
     def _write_sample(self) -> None:
-        text, error = sample_text(self.model, self.setup, self.config, self.step)
+        with layers_as_written(self.config.compile):
+            text, error = sample_text(self.model, self.setup, self.config, self.step)
         self.logs.sample(self.step, text, error)
 
     def _save(self, *, final: bool) -> None:

@@ -135,8 +135,9 @@ def _clear(gradient_ptr, count, GRADIENT: tl.constexpr, CHUNK: tl.constexpr, BLO
 
 @triton.jit
 def _update(
-    high_ptr, low_ptr, weight_ptr, mean_ptr, square_ptr, gradient_ptr, start, count, factor, step_size, inverse, shrink, beta1, rest1, beta2,
-    rest2, epsilon, SPLIT: tl.constexpr, GRADIENT: tl.constexpr, CLEAR: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    high_ptr, low_ptr, weight_ptr, mean_ptr, square_ptr, gradient_ptr, start, count, factor, step_size, inverse, shrink,
+    beta1, rest1, beta2, rest2, epsilon,
+    SPLIT: tl.constexpr, GRADIENT: tl.constexpr, CLEAR: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one weight."""
     i_elements = start + tl.arange(0, BLOCK)

@@ -87,6 +87,27 @@ def norm_backward_kernel(
         tl.store(d_bias_ptr + tl.cast(i_program, tl.int64) * C + i_columns, b_d_bias, mask=inside)
 
 
+@triton.jit
+def add_parts_kernel(parts_ptr, sums_ptr, programs, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """sums[k] [C], in its own dtype, of parts[k] [programs, C], in a fixed order; a program for each k and COLUMNS columns."""
+    blocks = (C + COLUMNS - 1) // COLUMNS
+    i_sum = tl.program_id(0) // blocks
+    i_columns = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    i_rows = tl.arange(0, ROWS)
+    b_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(0, programs, ROWS):
+        inside = (start + i_rows < programs)[:, None] & (i_columns < C)[None, :]
+        offsets = (i_sum * programs + start + i_rows)[:, None] * C + i_columns[None, :]
+        b_sum += tl.load(parts_ptr + offsets, mask=inside, other=0.0)  # [ROWS, COLUMNS]
+    tl.store(sums_ptr + i_sum * C + i_columns, tl.sum(b_sum, axis=0).to(sums_ptr.dtype.element_ty), mask=i_columns < C)
+
+
+PARTS_ROWS, PARTS_COLUMNS, PARTS_WARPS = (
+    128,
+    32,
+    4,
+)  # 32 loads of a thread on their way at a time, and programs for 48 processors
+
 _launches: dict[Any, PreparedLaunch] = {}
 
 
@@ -139,8 +160,8 @@ def norm_backward(
     d_out: Tensor, d_stream: Tensor | None, stream: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, update_dtype: torch.dtype,
     x_dtype: torch.dtype, has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """d_x [N, C] in `x_dtype`, the same in `update_dtype` where that is another (else empty [0]), and in fp32 [2, C] d_weight and
-    d_bias, or [1, C] where there is no bias: one tensor, so that one launch adds the parts of both.
+    """d_x [N, C] in `x_dtype`, the same in `update_dtype` where that is another (else empty [0]), and in weight's dtype [2, C] d_weight
+    and d_bias, or [1, C] where there is no bias: one tensor, so that one launch adds the parts of both.
 
     d_out, d_stream (None: 0) and stream [N, C], rows contiguous; `mean` is empty where the norm is not centered.
     """
@@ -149,7 +170,7 @@ def norm_backward(
     d_x = torch.empty(stream.shape, dtype=x_dtype, device=device)
     d_update = torch.empty(stream.shape if twice else 0, dtype=update_dtype, device=device)
     if d_x.numel() == 0:
-        return d_x, d_update, torch.zeros(1 + has_bias, width, dtype=torch.float32, device=device)
+        return d_x, d_update, torch.zeros(1 + has_bias, width, dtype=weight.dtype, device=device)
     block, warps = block_and_warps(width)
     programs = min(rows, _programs(device, block))
     parts = torch.empty(1 + has_bias, programs, width, dtype=torch.float32, device=device)
@@ -167,7 +188,22 @@ def norm_backward(
         launch = remember(_launches, key, PreparedLaunch(norm_backward_kernel, programs, scalars, warps, 1))
     with current_device(stream):
         launch((d_out, added, stream, weight, mean, rstd, d_x, d_update, parts[0], parts[-1]), stream.get_device())
-    return d_x, d_update, parts.sum(1)
+    return d_x, d_update, _add_parts(parts, weight.dtype)
+
+
+def _add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums [K, C] in `dtype` of parts fp32 [K, programs, C]."""
+    number, programs, width = parts.shape
+    sums = torch.empty(number, width, dtype=dtype, device=parts.device)
+    key = (parts.shape, dtype, parts.device)
+    launch = _launches.get(key)
+    if launch is None:
+        grid = number * triton.cdiv(width, PARTS_COLUMNS)
+        scalars = (programs, width, PARTS_ROWS, PARTS_COLUMNS)
+        launch = remember(_launches, key, PreparedLaunch(add_parts_kernel, grid, scalars, PARTS_WARPS, 1))
+    with current_device(parts):
+        launch((parts, sums), parts.get_device())
+    return sums
 
 
 def _programs(device: torch.device, block: int) -> int:

@@ -20,8 +20,15 @@ from tileflash.kernels.triton import adamw
 from tileflash.kernels.triton.cross_entropy import cross_entropy_kernel, lanes_and_warps, scale_kernel
 from tileflash.kernels.triton.gated import ACTIVATIONS, gated_backward_kernel, gated_forward_kernel
 from tileflash.kernels.triton.gated import block_and_warps as gated_tile
+from tileflash.kernels.triton.norm import (
+    PARTS_COLUMNS,
+    PARTS_ROWS,
+    PARTS_WARPS,
+    add_parts_kernel,
+    norm_backward_kernel,
+    norm_forward_kernel,
+)
 from tileflash.kernels.triton.norm import block_and_warps as norm_tile
-from tileflash.kernels.triton.norm import norm_backward_kernel, norm_forward_kernel
 from tileflash.kernels.triton.offline import TARGETS, read_compiled
 from tileflash.kernels.triton.rotary import rotary_kernel, tile_and_warps
 
@@ -104,6 +111,11 @@ def _norm_cases() -> Iterator[Case]:
             }  # fmt: skip
             divisible = ("stride_d_out", "stride_d_stream", "stride_stream", "C")
             yield Case(norm_backward_kernel, name, types, constants, divisible, warps)
+
+    for dtype in ("bf16", "fp32"):
+        types = {"parts_ptr": "*fp32", "sums_ptr": f"*{dtype}", "programs": "i32", "C": "i32"}
+        constants = {"ROWS": PARTS_ROWS, "COLUMNS": PARTS_COLUMNS}
+        yield Case(add_parts_kernel, dtype, types, constants, ("C",), PARTS_WARPS)
 
 
 def _gated_cases() -> Iterator[Case]:
