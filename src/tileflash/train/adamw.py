@@ -159,7 +159,8 @@ class FusedAdamW(torch.optim.Optimizer):
                     master = join_master(weight, state["low_bits"]) if self.split else weight
                     clipped = (gradient if factor is None else gradient * factor).contiguous()
                     torch._fused_adamw_(
-                        [master], [clipped], [state["exp_avg"]], [state["exp_avg_sq"]], [], [self._step], lr=group["lr"], beta1=self._betas[0], beta2=self._betas[1],
+                        [master], [clipped], [state["exp_avg"]], [state["exp_avg_sq"]], [], [self._step],
+                        lr=group["lr"], beta1=self._betas[0], beta2=self._betas[1],
                         weight_decay=group["weight_decay"], eps=self._epsilon, amsgrad=False, maximize=False, found_inf=skipped,
                     )  # fmt: skip
                     if self.split:
@@ -200,10 +201,10 @@ class _Launcher:
     def __init__(self, optimizer: FusedAdamW, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
         self._made: WeightTable | None = None
-        self._made_from: list[tuple[int, int, int, int, int]] = []
+        self._made_from: tuple[list[tuple[int, int, int, int, int]], list[float]] | None = None
         self._uploaded: dict[str, tuple[list[int], Tensor]] = {}
         self._spare: list[Tensor] = []  # pinned, made while no capture forbids it
-        self._captured: list[Tensor] = []  # pinned; replays read them again
+        self._captured: list[Tensor] = []  # what replays read
         self._betas = torch.tensor(optimizer._betas, dtype=torch.float64).to(device)
         self._numbers = torch.zeros(3, device=device)
 
@@ -254,11 +255,13 @@ class _Launcher:
             low = state[weight].get("low_bits")
             moments = [state[weight][moment].data_ptr() for moment in MOMENTS]
             rows.append((weight.data_ptr(), 0 if low is None else low.data_ptr(), *moments, weight.numel()))
-        if self._made is None or rows != self._made_from:
+        decays = [group["weight_decay"] for group in self._optimizer.param_groups for _ in group["params"]]
+        if self._made is None or (rows, decays) != self._made_from:
             if any(address % 16 for row in rows for address in row[:4]):
                 raise ValueError("a weight or its moments lie at an address that is no multiple of 16")
-            decays = [group["weight_decay"] for group in self._optimizer.param_groups for _ in group["params"]]
-            self._made, self._made_from = make_table(rows, decays, self._device), rows
+            self._made, self._made_from = make_table(rows, decays, self._device), (rows, decays)
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.extend(self._made)
         return self._made
 
     def _addresses(self, name: str, tensors: list[Tensor | None]) -> Tensor:
@@ -269,19 +272,23 @@ class _Launcher:
         """
         rows = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         known = self._uploaded.get(name)
-        if known is not None and known[0] == rows:
-            return known[1]
+        known_rows, uploaded = (None, None) if known is None else known
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if not self._spare:
-                raise RuntimeError("a capture needs one step before it")
-            pinned = self._spare.pop()
-            self._captured.append(pinned)
-            pinned.copy_(torch.tensor(rows, dtype=torch.int64))
-            return torch.empty(len(rows), dtype=torch.int64, device=self._device).copy_(pinned, non_blocking=True)
+            if rows != known_rows or uploaded is None:
+                if not self._spare:
+                    raise RuntimeError("a capture needs one step before it")
+                pinned = self._spare.pop()
+                self._captured.append(pinned)
+                pinned.copy_(torch.tensor(rows, dtype=torch.int64))
+                uploaded = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+                return uploaded.copy_(pinned, non_blocking=True)
+            self._captured.append(uploaded)  # a later step may upload others
+            return uploaded
         if self._device.type == "cuda" and not self._spare:
             self._spare.append(torch.empty(len(rows), dtype=torch.int64, pin_memory=True))
-        uploaded = torch.tensor(rows, dtype=torch.int64).to(self._device)
-        self._uploaded[name] = rows, uploaded
+        if rows != known_rows or uploaded is None:
+            uploaded = torch.tensor(rows, dtype=torch.int64).to(self._device)
+            self._uploaded[name] = rows, uploaded
         return uploaded
 
 
