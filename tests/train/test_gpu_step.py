@@ -13,7 +13,7 @@ from tileflash.models import build_model, model_config, unfused_attention
 from tileflash.train import TrainConfig, train
 from tileflash.train.adamw import FusedAdamW
 from tileflash.train.data_source import StepBatch
-from tileflash.train.fused import FUSED, fused_loss
+from tileflash.train.fused import FUSED, fuse_embedding, fused_loss
 from tileflash.train.graph import CapturedStep
 from tileflash.train.layers import recompute_layers
 from tileflash.train.masters import join_master, widen_stream
@@ -77,6 +77,7 @@ def test_a_captured_step_with_split_masters_is_the_eager_one(micro_batches: int,
         model = build_model(model_config("gpt2-tiny"), unfused_attention, "cuda", seed=0, operators=FUSED)
         optimizer = build_fused_optimizer(model, 1e-3, 0.1, split=True, sum_in_fp32=True)
         widen_stream(model)
+        fuse_embedding(model)
         recompute_layers(model, recompute)
         options = {"dtype": torch.bfloat16, "gradient_clip": 1.0, "loss_function": fused_loss}
         step = CapturedStep(model, optimizer, batches[0], **options) if captured else None

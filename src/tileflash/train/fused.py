@@ -12,6 +12,7 @@ from tileflash.operators.gated import swiglu
 from tileflash.operators.linear_cross_entropy import linear_cross_entropy
 from tileflash.operators.norm import layer_norm, rms_norm
 from tileflash.operators.rotary import rotary
+from tileflash.operators.tied_embedding import tied_lookup
 
 
 def fused_loss(
@@ -52,6 +53,15 @@ def fused_operators(backend: str = "auto") -> LayerOperators:
         functools.partial(swiglu, backend=backend),
         rotary_of_both,
     )
+
+
+def fuse_embedding(model: nn.Module, backend: str = "auto") -> None:
+    """Let a model with tied embeddings add the gradient of its lookup to its head's (`tied_lookup`); others stay as they are."""
+    assert isinstance(model, GPT2 | Llama3)
+    if model.head is None:
+        weight = model.embedding.weight
+        embedding: nn.Module = model.embedding
+        embedding.forward = lambda tokens: tied_lookup(tokens, weight, backend=backend)
 
 
 FUSED = fused_operators()

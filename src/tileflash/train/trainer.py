@@ -16,6 +16,7 @@ from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpo
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch
 from tileflash.train.errors import CheckpointError, GraphCaptureError, TrainingStoppedError
+from tileflash.train.fused import fuse_embedding
 from tileflash.train.graph import CapturedStep
 from tileflash.train.guard import SpikeGuard
 from tileflash.train.interrupt import Interrupt
@@ -98,6 +99,8 @@ class Trainer:
             self.optimizer = build_optimizer(*numbers)
         if split:
             widen_stream(model)
+        if config.fused_operators:
+            fuse_embedding(model)
         if config.compile:
             compile_layers(model)
         recompute_layers(model, config.recompute)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from tileflash.kernels.triton import adamw
+from tileflash.kernels.triton import adamw, embedding
 from tileflash.kernels.triton.cross_entropy import cross_entropy_kernel, lanes_and_warps, scale_kernel
 from tileflash.kernels.triton.gated import ACTIVATIONS, gated_backward_kernel, gated_forward_kernel
 from tileflash.kernels.triton.gated import block_and_warps as gated_tile
@@ -70,6 +70,7 @@ def cases() -> Iterator[Case]:
     yield from _gated_cases()
     yield from _rotary_cases()
     yield from _adamw_cases()
+    yield from _embedding_cases()
 
 
 def _cross_entropy_cases() -> Iterator[Case]:
@@ -159,6 +160,20 @@ def _adamw_cases() -> Iterator[Case]:
     pointers = ("sums", "loss", "loss_limit", "gradient_limit", "rate", "step", "result", "scalars")
     types = {f"{name}_ptr": "*fp32" for name in pointers} | {"betas_ptr": "*fp64", "chunks": "i32", "clip": "fp32"}
     yield Case(adamw.finish_kernel, "", types, {"BLOCK": adamw.SUM_BLOCK}, (), adamw.FINISH_WARPS)
+
+
+def _embedding_cases() -> Iterator[Case]:
+    for dtype in ("bf16", "fp32"):
+        types = {
+            "sums_ptr": f"*{dtype}",
+            "sorted_ptr": "*i64",
+            "order_ptr": "*i64",
+            "rows_ptr": "*fp32",
+            "number": "i32",
+            "C": "i32",
+        }
+        constants = {"ROWS": embedding.ROWS, "COLUMNS": embedding.COLUMNS}
+        yield Case(embedding.add_rows_kernel, dtype, types, constants, ("C",), embedding.WARPS)
 
 
 def compile_case(case: Case, target: str) -> OperatorReport:
