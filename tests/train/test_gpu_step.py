@@ -15,7 +15,7 @@ from tileflash.train.adamw import FusedAdamW
 from tileflash.train.data_source import StepBatch
 from tileflash.train.fused import FUSED, fuse_embedding, fused_loss
 from tileflash.train.graph import CapturedStep
-from tileflash.train.layers import recompute_layers
+from tileflash.train.layers import Recomputation
 from tileflash.train.masters import join_master, widen_stream
 from tileflash.train.optimizer import build_fused_optimizer, build_optimizer
 from tileflash.train.step import Limits, finish_step, train_step
@@ -78,7 +78,7 @@ def test_a_captured_step_with_split_masters_is_the_eager_one(micro_batches: int,
         optimizer = build_fused_optimizer(model, 1e-3, 0.1, split=True, sum_in_fp32=True)
         widen_stream(model)
         fuse_embedding(model)
-        recompute_layers(model, recompute)
+        Recomputation(model, recompute)
         options = {"dtype": torch.bfloat16, "gradient_clip": 1.0, "loss_function": fused_loss}
         step = CapturedStep(model, optimizer, batches[0], **options) if captured else None
         for number, batch in enumerate(batches):
@@ -142,3 +142,23 @@ def test_compiled_layers_can_be_captured(tmp_path: Path, numbers: Callable[[Path
         )  # fmt: skip
     plain, compiled_run = (np.array(numbers(tmp_path / str(on))) for on in (False, True))
     np.testing.assert_allclose(compiled_run[:, 1], plain[:, 1], rtol=0, atol=2e-2)
+
+
+def test_a_memory_budget_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], read_events) -> None:
+    """One that all fits into, then four fifths of what that took; trying changes nothing of the run."""
+    common = {
+        "model": "gpt2-tiny", "data_directory": str(tmp_path / "data"), "num_iteration": 3, "dtype": "bfloat16", "device": "cuda",
+        "tensorboard": False, "flash": True, "fused_operators": True, "batch_size": 64, "sequence_length": 512,
+    }  # fmt: skip
+    losses, budget = [], 10.0
+    for number in range(2):
+        log = tmp_path / f"{number}.jsonl"
+        train(TrainConfig(**common, memory_budget=budget, log_json=str(log)))
+        steps = read_events(log, "step")
+        losses.append([step["train_loss"] for step in steps])
+        assert steps[-1]["peak_used_bytes"] <= 1.1 * budget * 1e9  # the capture has a cuBLAS workspace of its own
+        assert ("recompute: none" in capsys.readouterr().out) == (number == 0)
+        budget = 0.8 * steps[-1]["peak_used_bytes"] / 1e9
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+    with pytest.raises(ValueError, match=r"memory_budget is 0.001 GB"):
+        train(TrainConfig(**common, memory_budget=0.001))

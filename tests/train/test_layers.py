@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ import tileflash
 from tileflash.models import build_model, model_config, unfused_attention
 from tileflash.parallel.layout import Layout
 from tileflash.train import TrainConfig, train
+from tileflash.train.data_source import StepBatch
 from tileflash.train.fused import FUSED, fused_loss
-from tileflash.train.layers import recompute_layers
+from tileflash.train.layers import Recomputation
 from tileflash.train.masters import widen_stream
 from tileflash.train.optimizer import build_fused_optimizer
 from tileflash.train.setup import prepare_setup
 from tileflash.train.step import forward_backward
+from tileflash.train.trainer import Trainer
 
 Make = Callable[..., TrainConfig]
 LLAMA = {
@@ -92,7 +96,7 @@ def test_recomputation_keeps_less_and_gives_the_same_gradients(name: str, fused:
         attention = functools.partial(tileflash.attention, backend="reference")
         operators = {"operators": FUSED} if fused else {}
         model = build_model(config, attention, seed=0, **operators)
-        recompute_layers(model, kind)
+        Recomputation(model, kind)
         sizes: dict[int, int] = {}
 
         def note(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
@@ -148,7 +152,7 @@ def test_settings_that_do_not_go_together_are_refused(tiny: Make) -> None:
         with pytest.raises(ValueError, match=told):
             prepare_setup(tiny(**settings), Layout(data=2))
     with pytest.raises(ValueError, match='recompute is "some"'):
-        recompute_layers(build_model(model_config("gpt2-tiny"), device="meta"), "some")
+        Recomputation(build_model(model_config("gpt2-tiny"), device="meta"), "some")
 
 
 @pytest.mark.xdist_group("compile")
@@ -168,3 +172,46 @@ def test_compiled_layers_train_alike(
     np.testing.assert_allclose(compiled_run[:, 1], plain[:, 1], rtol=0, atol=1e-2)
     assert all("text" in event for event in read_events(tmp_path / "True", "sample"))
     assert len(read_events(tmp_path / "True", "validation")) == 2
+
+
+@pytest.mark.parametrize(
+    ("compiled", "needed", "chosen"),
+    [
+        (False, {"none": 5, "selective": 4, "full": 3}, "none"),
+        (False, {"none": 6, "selective": 5, "full": 3}, "selective"),
+        (False, {"none": None, "selective": 6, "full": 3}, "full"),
+        (True, {"none": 6, "full": 3}, "full"),
+        (False, {"none": None, "selective": 7, "full": 6}, None),
+    ],
+)
+def test_a_memory_budget_chooses_the_least_recomputation(
+    tiny: Make, monkeypatch: pytest.MonkeyPatch, compiled: bool, needed: dict[str, int | None], chosen: str | None
+) -> None:
+    """What steps need is made up; tests/train/test_gpu_step.py has real steps."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    config = tiny(memory_budget=5.0, compile=compiled)
+    told: list[str] = []
+    logs = SimpleNamespace(say=told.append, step=lambda metrics: None)
+    trainer = Trainer(config, prepare_setup(replace(config, memory_budget=None)), logs, None, None)
+
+    def step_bytes(self: Trainer, batch: StepBatch) -> int | None:
+        gigabytes = needed[self.recomputation.kind]
+        return None if gigabytes is None else gigabytes * 10**9
+
+    monkeypatch.setattr(Trainer, "_step_bytes", step_bytes)
+    if chosen is None:
+        message = r"memory_budget is 5 GB: .*\(none more than there is, selective 7.00 GB, full 6.00 GB\)"
+        with pytest.raises(ValueError, match=message):
+            trainer._step(None)
+        return
+    for _ in range(2):
+        trainer._step(None)
+    assert trainer.recomputation.kind == chosen
+    assert told == [f"recompute: {chosen} (a step uses {needed[chosen]}.00 of 5 GB)"]
+
+
+def test_a_memory_budget_is_for_gpus_and_alone(tiny: Make) -> None:
+    with pytest.raises(ValueError, match="memory_budget is set and recompute is full"):
+        tiny(memory_budget=1.0, recompute="full")
+    with pytest.raises(ValueError, match="memory_budget is set and the device is cpu"):
+        prepare_setup(tiny(memory_budget=1.0))

@@ -95,6 +95,14 @@ class TrainConfig:
         choices=("none", "selective", "full"),
     )
 
+    memory_budget: float | None = _option(
+        None,
+        "GB (10^9 bytes) that a step may use on a GPU: the least recomputation that stays below it is chosen, by trying; instead of "
+        "--recompute",
+        "Operators",
+        minimum=_SMALLEST,
+    )
+
     input_bin: str | None = _option(
         None, "training tokens: a .bin file of llm.c's format or a glob of shards; without it, the demo corpus", "Data"
     )
@@ -259,6 +267,11 @@ class TrainConfig:
             raise ValueError(
                 "compile is set and recompute is selective: the compiler chooses by itself what to compute again; recompute must be "
                 "none or full"
+            )
+
+        if self.memory_budget is not None and self.recompute != "none":
+            raise ValueError(
+                f"memory_budget is set and recompute is {self.recompute}: the budget chooses it; leave recompute at none"
             )
 
     def _check_batch(self) -> None:

@@ -10,9 +10,7 @@ from torch import nn
 
 from tileflash.train.data_source import StepBatch
 from tileflash.train.recorder import GraphRecorder
-from tileflash.train.step import Limits, LossFunction, accumulate, finish_step, gatherer, plain_loss
-
-_NOTHING_PASSES = Limits(float("-inf"), float("-inf"))
+from tileflash.train.step import NOTHING_PASSES, Limits, LossFunction, accumulate, finish_step, gatherer, plain_loss
 
 
 class Recorder(Protocol):
@@ -84,7 +82,7 @@ class CapturedStep:
         try:
             for group in optimizer.param_groups:
                 group.update({name: value for name, value in captured.items() if name in group})
-            self._write(batch.valid_tokens, _NOTHING_PASSES, 0.0)
+            self._write(batch.valid_tokens, NOTHING_PASSES, 0.0)
             # Steps that are skipped change nothing. With several micro-batches the first makes the gradients that
             # stay (of those weights that have one; the optimizer passes over the others), the second adds to them.
             for _ in range(2):

@@ -54,6 +54,10 @@ def prepare_setup(config: TrainConfig, layout: Layout = SINGLE, local_rank: int 
     cuda_graph = local_rank is None and cuda_graph_in_force(config.cuda_graph, device)
     device = _use(device)
     dtype = _dtype(config.dtype, device)
+    if config.memory_budget is not None and device.type != "cuda":
+        raise ValueError(
+            f"memory_budget is set and the device is {device}: it is for GPUs, where memory can be measured"
+        )
     model, notes = _model(config)
     layout.check_model(model, config.sequence_length)
     _check_one_rank(config, layout.ranks)
@@ -78,6 +82,7 @@ def _check_one_rank(config: TrainConfig, ranks: int) -> None:
         ("master_weights", "split masters are"),
         ("compile", "compilation is"),
         ("recompute", "recomputation is"),
+        ("memory_budget", "a memory budget is"),
     ):
         value = getattr(config, name)
         if value != defaults[name]:

@@ -23,6 +23,9 @@ class Limits:
     gradient_norm: float
 
 
+NOTHING_PASSES = Limits(float("-inf"), float("-inf"))
+
+
 def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of the cross entropies of all valid tokens, fp32.
 

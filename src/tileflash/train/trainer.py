@@ -15,12 +15,12 @@ from tileflash.parallel.attention import DocumentAttention
 from tileflash.train.checkpoint import load_checkpoint, read_state, save_checkpoint
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch
-from tileflash.train.errors import CheckpointError, GraphCaptureError, TrainingStoppedError
+from tileflash.train.errors import CheckpointError, GraphCaptureError, TrainingStoppedError, is_out_of_memory
 from tileflash.train.fused import fuse_embedding
 from tileflash.train.graph import CapturedStep
 from tileflash.train.guard import SpikeGuard
 from tileflash.train.interrupt import Interrupt
-from tileflash.train.layers import compile_layers, layers_as_written, recompute_layers
+from tileflash.train.layers import RECOMPUTE, Recomputation, choose_recompute, compile_layers, layers_as_written
 from tileflash.train.logs import Logs
 from tileflash.train.looking import sample_text, validation_loss
 from tileflash.train.masters import widen_stream
@@ -37,7 +37,7 @@ from tileflash.train.state import (
     take_tensors,
     weights_are_finite,
 )
-from tileflash.train.step import train_step
+from tileflash.train.step import NOTHING_PASSES, Limits, train_step
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,14 @@ class Trainer:
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
         self.documents: DocumentAttention | None = None
+        self.recomputation: Recomputation | None = None
         self._build(from_start=checkpoint is None)
         if checkpoint is not None:
             self._restore(checkpoint)
         self.data = self._open_data()
         self.captures = setup.cuda_graph
+        # Until the first step has chosen what is recomputed.
+        self._budget_bytes = None if config.memory_budget is None else config.memory_budget * 1e9
         self.captured: CapturedStep | None = None  # where it captures, from the first step on
 
     def _build(self, *, from_start: bool) -> None:
@@ -103,7 +106,8 @@ class Trainer:
             fuse_embedding(model)
         if config.compile:
             compile_layers(model)
-        recompute_layers(model, config.recompute)
+        if config.recompute != "none" or config.memory_budget is not None:
+            self.recomputation = Recomputation(model, config.recompute)
 
     def _whole_model(self, *, from_start: bool) -> Model:
         """The model with the weights that a run starts with; if not `from_start`, with some that are replaced."""
@@ -170,23 +174,55 @@ class Trainer:
 
     def _compute(self, batch: StepBatch, rate: float) -> torch.Tensor:
         """Start the step on the device; the result is `train_step`'s."""
-        dtype, clip, limits = self.setup.dtype, self.config.gradient_clip, self.guard.limits()
+        limits = self.guard.limits()
+        if budget_bytes := self._budget_bytes:
+            self._budget_bytes = None
+            self._choose_recompute(batch, budget_bytes)
         if self.captures and self.captured is None:
             self._capture(batch)
         if self.captured is not None:
             return self.captured(batch, rate, limits)
         set_learning_rate(self.optimizer, rate)
+        return self._eager_step(batch, limits)
+
+    def _eager_step(self, batch: StepBatch, limits: Limits) -> torch.Tensor:
         return train_step(
             self.model,
             self.optimizer,
             batch.tokens,
             batch.targets,
             batch.valid_tokens,
-            dtype=dtype,
-            gradient_clip=clip,
+            dtype=self.setup.dtype,
+            gradient_clip=self.config.gradient_clip,
             limits=limits,
             loss_function=self.setup.loss_function,
         )
+
+    def _choose_recompute(self, batch: StepBatch, budget_bytes: float) -> None:
+        """Recompute as little as the budget allows, judged by steps that are skipped and so change nothing."""
+        recomputation = self.recomputation
+        assert recomputation is not None
+
+        def step_bytes(kind: str) -> int | None:
+            recomputation.kind = kind
+            return self._step_bytes(batch)
+
+        kinds = [kind for kind in RECOMPUTE if not (self.config.compile and kind == "selective")]
+        kind, needed = choose_recompute(kinds, step_bytes, budget_bytes)
+        self.logs.say(f"recompute: {kind} (a step uses {needed / 1e9:.2f} of {budget_bytes / 1e9:g} GB)")
+
+    def _step_bytes(self, batch: StepBatch) -> int | None:
+        """The most that a skipped step has in use; None: memory ran out. The process's peaks begin anew with it."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.setup.device)
+        try:
+            self._eager_step(batch, NOTHING_PASSES)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.optimizer.zero_grad(set_to_none=True)
+            return None
+        return peak_memory(self.setup.device)[0]
 
     def _capture(self, batch: StepBatch) -> None:
         """Capture the step. Where that fails and was not asked for, this is told and the run goes on eagerly."""
