@@ -38,6 +38,6 @@ def test_kernels_fit_the_hardware(target: str, triton: str) -> None:
         assert report["spill_bytes"] == 0, report
         assert report["shared_bytes"] <= 32 * 1024, report
         if target == "sm_90":  # four programs of 512 threads, or as many rows in flight otherwise
-            assert report["registers"] <= 88, report
+            assert report["registers"] <= 96, report
             if report["kernel"] != "finish_kernel":  # one program, of a few kilobytes
                 assert report["widest_bytes"] == 16, report

@@ -95,20 +95,29 @@ def _norm_cases() -> Iterator[Case]:
         for centered in (True, False):
             # As training has it: an fp32 stream, updates and norms in bf16.
             types = {
-                "x_ptr": "*fp32", "update_ptr": "*bf16", "weight_ptr": "*fp32", "bias_ptr": "*fp32", "stream_ptr": "*fp32",
+                "x_ptr": "*fp32", "update_ptr": "*bf16", "weight_ptr": "*fp32", "bias_ptr": "*fp32", "update_bias_ptr": "*bf16",
+                "stream_ptr": "*fp32",
                 "out_ptr": "*bf16", "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "stride_x": "i32", "stride_update": "i32", "C": "i32",
                 "epsilon": "fp32",
             }  # fmt: skip
-            constants = {"BLOCK": block, "CENTERED": centered, "HAS_BIAS": centered, "HAS_UPDATE": True}
+            constants = {
+                "BLOCK": block,
+                "CENTERED": centered,
+                "HAS_BIAS": centered,
+                "HAS_UPDATE": True,
+                "HAS_UPDATE_BIAS": centered,
+            }
             name = f"{width} {'layer_norm' if centered else 'rms_norm'}"
             yield Case(norm_forward_kernel, name, types, constants, ("stride_x", "stride_update", "C"), warps)
             types = {
                 "d_out_ptr": "*bf16", "d_stream_ptr": "*fp32", "stream_ptr": "*fp32", "weight_ptr": "*fp32", "mean_ptr": "*fp32",
                 "rstd_ptr": "*fp32", "d_x_ptr": "*fp32", "d_update_ptr": "*bf16", "d_weight_ptr": "*fp32", "d_bias_ptr": "*fp32",
+                "d_update_bias_ptr": "*fp32",
                 **dict.fromkeys(("stride_d_out", "stride_d_stream", "stride_stream", "rows", "programs", "C"), "i32"),
             }  # fmt: skip
             constants = {
                 "BLOCK": block, "CENTERED": centered, "HAS_BIAS": centered, "HAS_D_STREAM": True, "HAS_D_UPDATE": True,
+                "HAS_UPDATE_BIAS": centered,
             }  # fmt: skip
             divisible = ("stride_d_out", "stride_d_stream", "stride_stream", "C")
             yield Case(norm_backward_kernel, name, types, constants, divisible, warps)
