@@ -18,7 +18,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_shows_examples_and_exit_status() -> None:
     ended = _run("--help")
     assert ended.returncode == 0
-    for needed in ("tileflash compare gpt2 llama3-1b", "--continue", "--demo", "Exit status"):
+    for needed in ("tileflash compare gpt2 llama3-1b", "--continue", "--demo", "--ladder", "Exit status"):
         assert needed in ended.stdout
 
 
@@ -31,6 +31,7 @@ def test_help_shows_examples_and_exit_status() -> None:
         (["gpt2", "--repeats", "0"], "repeats is 0; must be at least 1"),
         (["gpt2", "--dtype", "int8"], "dtype is 'int8'"),
         ([], "models is empty"),
+        (["gpt2", "--ladder", "--demo"], "--ladder and --demo do not go together"),
         (["gpt2", "--cuda-graph", "--device", "cpu"], "cuda_graph is set and the device is cpu: it must be a GPU"),
         (["gpt2", "--device", "tpu"], 'device is "tpu": it must be auto, cpu, cuda or cuda:N'),
         (["gpt2", "--attention-backend", "triiton"], "backend must be one of auto, "),

@@ -25,6 +25,9 @@ def main() -> int:
     for name in ("dtype", "device", "learning-rate", "log-json"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--flash", action="store_true")
+    for name in ("fused-operators", "compile"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--master-weights")
     parser.add_argument("--cuda-graph", action=argparse.BooleanOptionalAction)
     args = parser.parse_args(sys.argv[2:])
     assert args.total_batch_size == args.batch_size * args.sequence_length

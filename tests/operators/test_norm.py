@@ -106,6 +106,29 @@ def test_either_result_may_go_unused(device: str, centered: bool, used: str) -> 
         assert_near(gradient, want, 2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["plain", "triton"])
+def test_the_updates_bias_is_added_with_it(
+    device: str, poisoned_memory: None, backend: str, dtype: torch.dtype
+) -> None:
+    """As training has it: an fp32 stream, update, bias and gains in one dtype."""
+    x, update, weight, bias = inputs(device, (7, 33), torch.float32, dtype)
+    update_bias = (3 + torch.randn(33, generator=torch.Generator().manual_seed(2))).to(device, dtype).requires_grad_()
+    weight, bias = (tensor.detach().to(dtype).requires_grad_() for tensor in (weight, bias))
+    results = layer_norm(x, update, weight, bias, EPSILON, update_bias=update_bias, backend=backend)
+    d_stream, d_out = (torch.randn(7, 33, generator=torch.Generator().manual_seed(3)).to(device) for _ in range(2))
+    given = [x, update, weight, bias, update_bias]
+    gradients = torch.autograd.grad(results, given, (d_stream, d_out))
+    summed = [x, update.detach().double() + update_bias.detach().double(), weight, bias]
+    wanted = expected(True, summed, d_stream, d_out)
+    wanted.append(wanted[3].sum(0))
+    for found, want in zip((*results, *gradients), wanted, strict=True):
+        assert_near(found.detach(), want, TOLERANCE[dtype])
+    assert [gradient.dtype for gradient in gradients] == [tensor.dtype for tensor in given]
+    with pytest.raises(ValueError, match="update_bias is given and update is not"):
+        layer_norm(x, None, weight, bias, EPSILON, update_bias=update_bias)
+
+
 def test_rows_may_lie_apart(device: str) -> None:
     """Slices of a wider tensor, and columns that are not neighbours, which are copied."""
     whole = torch.randn(4, 6, 80, generator=torch.Generator().manual_seed(0)).to(device)
@@ -161,13 +184,13 @@ def test_compiled_whole_it_is_the_same(device: str, centered: bool) -> None:
 
 def test_the_operators_are_registered_right() -> None:
     for update, bias, centered in ((None, None, False), (torch.randn(3, 16).bfloat16(), torch.randn(16), True)):
-        arguments = (torch.randn(3, 16), update, torch.randn(16), bias, EPSILON, centered, torch.bfloat16)
+        arguments = (torch.randn(3, 16), update, torch.randn(16), bias, EPSILON, centered, torch.bfloat16, bias)
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(torch.ops.tileflash.norm, arguments, test_utils=tests)
         stream, out, mean, rstd = torch.ops.tileflash.norm(*arguments)
         stream = arguments[0] if update is None else stream
         dtype = torch.float32 if update is None else torch.bfloat16
-        backward = (out, None, stream, arguments[2], mean, rstd, dtype, torch.float32, bias is not None)
+        backward = (out, None, stream, arguments[2], mean, rstd, dtype, torch.float32, bias is not None, centered)
         torch.library.opcheck(torch.ops.tileflash.norm_backward, backward, test_utils=tests)
 
 

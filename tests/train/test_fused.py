@@ -15,7 +15,7 @@ from tileflash.models.operators import PLAIN
 from tileflash.parallel.layout import Layout
 from tileflash.train import TrainConfig, train
 from tileflash.train import setup as run_setup
-from tileflash.train.fused import FUSED, fused_loss, fused_operators
+from tileflash.train.fused import FUSED, fuse_embedding, fused_loss, fused_operators
 from tileflash.train.step import LossFunction, forward_backward, plain_loss
 
 Make = Callable[..., TrainConfig]
@@ -58,6 +58,8 @@ def test_gradients_agree(name: str, sizes: dict[str, int], backend: str, tied: b
         config = model_config(name, **sizes, tied=tied)
         operators = fused_operators(backend) if fused else PLAIN
         model = build_model(config, attention=unfused_attention, seed=0, operators=operators)
+        if fused:
+            fuse_embedding(model, backend)
         loss_function = functools.partial(fused_loss, backend=backend) if fused else plain_loss
         loss = forward_backward(model, tokens, targets, 27, torch.float32, loss_function)
         return loss, {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -33,6 +33,8 @@ _DEMO_DEFAULTS: dict[str, Any] = {
     # apart by 1e-3; with both they stay within 2e-6 of each other (7 pairs, 4 seeds).
     "warmup_iterations": 10,
 }
+# A ladder is long: by default one length.
+_LADDER_DEFAULTS = {**_DEFAULTS, "lengths": "64", "public_setting": False}
 
 
 def _shown(name: str) -> str:
@@ -99,6 +101,14 @@ def compare(
     demo: Annotated[
         bool, typer.Option("--demo", help="a small comparison for any machine; fails unless losses fall and agree")
     ] = False,
+    ladder: Annotated[
+        bool,
+        typer.Option(
+            "--ladder",
+            help="instead of the comparison a table that adds one measure at a time: flash, fused operators, split masters, compiled "
+            "layers, CUDA graph",
+        ),
+    ] = False,
     budget_seconds: Annotated[
         float | None, typer.Option(help="end with a report of what is there after this time", show_default="no limit")
     ] = None,
@@ -121,11 +131,16 @@ def compare(
         tileflash compare gpt2 llama3-1b
 
         tileflash compare gpt2 --lengths 1024,4096 --repeats 5 --language zh --continue
+
+        tileflash compare gpt2 --ladder --batch-size 32 --lengths 1024
     """
+    from tileflash.compare.ladder import climb
     from tileflash.compare.plan import CompareConfig
     from tileflash.compare.session import compare as run_comparison
 
-    defaults = _DEMO_DEFAULTS if demo else _DEFAULTS
+    if ladder:
+        _check_ladder(demo=demo, public_setting=public_setting, ledger=ledger, language=language)
+    defaults = _DEMO_DEFAULTS if demo else _LADDER_DEFAULTS if ladder else _DEFAULTS
     given = {
         "models": models,
         "lengths": lengths,
@@ -154,7 +169,15 @@ def compare(
         resume=resume,
     )
     _require_known(config.models)
-    raise typer.Exit(run_comparison(config))
+    raise typer.Exit(climb(config) if ladder else run_comparison(config))
+
+
+def _check_ladder(*, demo: bool, public_setting: bool | None, ledger: Path | None, language: str) -> None:
+    """ValueError for what only the comparison has."""
+    others = {"--demo": demo, "--public-setting": public_setting, "--ledger": ledger, "--language": language != "en"}
+    for name, given in others.items():
+        if given:
+            raise ValueError(f"--ladder and {name} do not go together: the ladder has a table of its own, in English")
 
 
 def _parse_lengths(text: str) -> tuple[int, ...]:

@@ -13,6 +13,30 @@ SCHEMES = (BASELINE, FLASH)
 DTYPES = ("float32", "bfloat16")
 LANGUAGES = ("en", "zh")
 
+# What `--ladder` measures: each rung has the flags of the one before it and one measure more. Names are parts of file names.
+_LADDER = (
+    ("ladder-baseline", ()),
+    ("ladder-flash", ("--flash",)),
+    ("ladder-fused", ("--fused-operators",)),
+    ("ladder-split", ("--master-weights=split",)),
+    ("ladder-compile", ("--compile",)),
+    ("ladder-graph", ("--cuda-graph",)),
+)
+
+
+def _rungs() -> dict[str, tuple[str, ...]]:
+    rungs: dict[str, tuple[str, ...]] = {}
+    flags: tuple[str, ...] = ()
+    for name, more in _LADDER:
+        flags += more
+        rungs[name] = flags if "--cuda-graph" in flags else ("--no-cuda-graph", *flags)
+    # What the compiler is worth where the host does not set the pace.
+    rungs["ladder-graph-alone"] = tuple(flag for flag in flags if flag != "--compile")
+    return rungs
+
+
+RUNGS = _rungs()
+
 # The setting of the public InfiniTrain report: bfloat16, batch 4, sequence 64 (256 tokens a step), 10 steps.
 PUBLIC_BATCH_SIZE, PUBLIC_SEQUENCE_LENGTH, PUBLIC_NUM_ITERATION, PUBLIC_DTYPE = 4, 64, 10, "bfloat16"
 
@@ -44,7 +68,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """One process: a setting, a scheme ("baseline" or "flash") and which repeat it is (from 1)."""
+    """One process: a setting, a scheme ("baseline", "flash" or one of `RUNGS`) and which repeat it is (from 1)."""
 
     setting: Setting
     scheme: str
@@ -171,11 +195,13 @@ def train_arguments(config: CompareConfig, run: Run) -> list[str]:
         arguments += ["--warmup-iterations", str(config.warmup_iterations)]
     if config.input_bin is not None:
         arguments += ["--input-bin", config.input_bin]
-    arguments.append(_cuda_graph_flag(config))
-    if run.scheme == FLASH:
-        arguments.append("--flash")
-        if config.attention_backend is not None:
-            arguments += ["--attention-backend", config.attention_backend]
+    flags = RUNGS.get(run.scheme)
+    if flags is None:
+        flags = (_cuda_graph_flag(config), *(("--flash",) if run.scheme == FLASH else ()))
+    # Split masters are for bfloat16.
+    arguments += [flag for flag in flags if setting.dtype == "bfloat16" or "split" not in flag]
+    if "--flash" in flags and config.attention_backend is not None:
+        arguments += ["--attention-backend", config.attention_backend]
     return arguments
 
 

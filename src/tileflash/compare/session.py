@@ -50,15 +50,15 @@ def compare(config: CompareConfig, *, command: Sequence[str] = TRAIN_COMMAND, co
     config = decided(config)
     if config.ledger is not None:
         require_ledger(config.ledger)
-    with _held(config.output) as lock:
+    with held(config.output) as lock:
         return _compare(config, partial(execute, command=command, keep_open=[lock]), console or Console())
 
 
 def _compare(config: CompareConfig, make_run: Callable[..., RunResult], console: Console) -> int:
     runs = plan(config)
-    results = _earlier_results(config, runs, console)
-    with _terminate_as_interrupt():
-        stopped = _make_runs(config, runs, results, make_run, console)
+    results = earlier_results(config, runs, console)
+    with terminate_as_interrupt():
+        stopped = make_runs(config, runs, results, make_run, console)
     findings = Findings(config, results, len(runs), stopped)
     reports = _write_reports(findings)
     say = texts(config.language)
@@ -75,7 +75,7 @@ def _compare(config: CompareConfig, make_run: Callable[..., RunResult], console:
 
 
 @contextmanager
-def _held(output: Path) -> Iterator[int]:
+def held(output: Path) -> Iterator[int]:
     """Keep other comparisons out of `output`: a second one would put the first one's runs aside under its hands.
 
     The kernel releases the lock however the processes end that have the file open, whose number is what is yielded: a
@@ -93,7 +93,7 @@ def _held(output: Path) -> Iterator[int]:
         yield lock.fileno()
 
 
-def _earlier_results(config: CompareConfig, runs: list[Run], console: Console) -> dict[Run, RunResult]:
+def earlier_results(config: CompareConfig, runs: list[Run], console: Console) -> dict[Run, RunResult]:
     """What an interrupted comparison left that still holds; a new one puts what is there aside."""
     directory = config.output / "runs"
     if not config.resume:
@@ -116,7 +116,7 @@ def _earlier_results(config: CompareConfig, runs: list[Run], console: Console) -
     return results
 
 
-def _make_runs(
+def make_runs(
     config: CompareConfig,
     runs: list[Run],
     results: dict[Run, RunResult],
@@ -176,7 +176,7 @@ def _limit(config: CompareConfig, run: Run, results: dict[Run, RunResult], deadl
 
 
 @contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
+def terminate_as_interrupt() -> Iterator[None]:
     """Within it SIGTERM (from `timeout`, a batch system) ends the comparison as Ctrl-C does: with its report."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -196,14 +196,14 @@ def _write_reports(findings: Findings) -> list[Path]:
     document = build_report(findings)
     output = findings.config.output
     for plot in document.plots():
-        _write(output / "plots" / f"{plot.name}.svg", plot.svg)
+        write_whole(output / "plots" / f"{plot.name}.svg", plot.svg)
     markdown, html = output / "report.md", output / "report.html"
-    _write(markdown, to_markdown(document))
-    _write(html, to_html(document))
+    write_whole(markdown, to_markdown(document))
+    write_whole(html, to_html(document))
     return [markdown, html]
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Aside, then renamed: whoever has the old report open never sees half a new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as (aside,):

@@ -10,31 +10,32 @@ from torch import nn
 
 from .config import GPT2Config
 from .layers import AttentionFunction, LayerNorm, require_length, vocabulary_logits
-from .operators import PLAIN, LayerOperators
+from .operators import PLAIN, LayerOperators, Update
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: GPT2Config, attention: AttentionFunction) -> None:
+    def __init__(self, config: GPT2Config, attention: AttentionFunction, operators: LayerOperators) -> None:
         super().__init__()
         self.n_head = config.n_head
-        self.attention = attention
+        self.attention, self.operators = attention, operators
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.output = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, S, C]
+    def forward(self, x: torch.Tensor) -> Update:  # [B, S, C]
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)  # each [B, S, H, D]
-        return self.output(self.attention(q, k, v, causal=True, scale=None).flatten(2))
+        return self.operators.project(self.output, self.attention(q, k, v, causal=True, scale=None).flatten(2))
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: GPT2Config, operators: LayerOperators) -> None:
         super().__init__()
+        self.operators = operators
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.activation = nn.GELU(approximate="tanh")
         self.down = nn.Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.up(x)))
+    def forward(self, x: torch.Tensor) -> Update:
+        return self.operators.project(self.down, self.activation(self.up(x)))
 
 
 class Layer(nn.Module):
@@ -43,11 +44,11 @@ class Layer(nn.Module):
     def __init__(self, config: GPT2Config, attention: AttentionFunction, operators: LayerOperators) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(config.n_embd, config.norm_epsilon, operators)
-        self.attention = SelfAttention(config, attention)
+        self.attention = SelfAttention(config, attention, operators)
         self.mlp_norm = LayerNorm(config.n_embd, config.norm_epsilon, operators)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, operators)
 
-    def forward(self, x: torch.Tensor, update: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, update: Update | None) -> tuple[torch.Tensor, Update]:
         x, normed = self.attention_norm(x, update)
         x, normed = self.mlp_norm(x, self.attention(normed))
         return x, self.mlp(normed)
@@ -55,7 +56,7 @@ class Layer(nn.Module):
 
 class GPT2(nn.Module):
     """tokens int64 [B, S] -> logits [B, S, vocab_size]. `attention` computes attention (see AttentionFunction),
-    `operators` the norms with their residual adds."""
+    `operators` the norms with their residual adds, and the projections before them."""
 
     def __init__(self, config: GPT2Config, attention: AttentionFunction, operators: LayerOperators = PLAIN) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class GPT2(nn.Module):
         """
         inputs = self.layer_inputs(tokens.shape[1], positions)
         x = self.embed(tokens, positions)
-        update = None
+        update: Update | None = None
         for layer in self.layers:
             x, update = layer(x, update, *inputs)
         return self.norm(x, update)[1]

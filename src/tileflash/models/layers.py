@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .config import RopeScaling
-from .operators import LayerOperators
+from .operators import LayerOperators, Update
 
 
 class AttentionFunction(Protocol):
@@ -28,7 +28,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(width, eps=epsilon)
         self.operators = operators
 
-    def forward(self, x: torch.Tensor, update: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, update: Update | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         return self.operators.layer_norm(x, update, self.weight, self.bias, self.eps)
 
 

@@ -80,9 +80,13 @@ def _compute(
     d_hidden = torch.empty(
         hidden.shape if options.hidden_gradient else 0, dtype=torch.float32 if late else hidden.dtype, device=device
     )
-    d_weight = torch.empty(weight.shape if options.weight_gradient else 0, dtype=wide, device=device)
     losses = torch.empty(rows, dtype=wide, device=device)
     chunk = rows_per_chunk(rows, columns, options.dtype.itemsize, options.memory_budget_bytes)
+    # One chunk's product is rounded once in any case: to a bf16 weight's gradient at once, with no fp32 one beside it.
+    alone = rows <= chunk and not late and weight.dtype == options.dtype
+    d_weight = torch.empty(
+        weight.shape if options.weight_gradient else 0, dtype=weight.dtype if alone else wide, device=device
+    )
     stride = -(-columns // _STRIDE_ALIGNMENT) * _STRIDE_ALIGNMENT
     buffer = torch.empty(chunk, stride, dtype=options.dtype, device=device)
     make_gradient = options.hidden_gradient or options.weight_gradient
@@ -170,7 +174,7 @@ def _multiplies_into_fp32(device_type: str) -> bool:
     a = torch.zeros(16, 16, dtype=torch.bfloat16, device=device_type)
     try:
         torch.mm(a, a, out_dtype=torch.float32)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, TypeError):  # the last: there is no such argument
         return False
     return True
 
@@ -182,6 +186,6 @@ def _adds_into_fp32(device_type: str) -> bool:
     out = torch.zeros(16, 16, device=device_type)
     try:
         torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, TypeError):  # the last: there is no such argument
         return False
     return True

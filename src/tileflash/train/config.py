@@ -69,6 +69,40 @@ class TrainConfig:
         "Operators",
     )
 
+    master_weights: str = _option(
+        "float32",
+        "where the fp32 master of a weight lies. float32: the weight is it, and autocast rounds it anew in each step; split: the weight is "
+        "bfloat16, and the optimizer keeps 16 more bits, which are the master together; needs --dtype bfloat16. Not measured yet",
+        "Operators",
+        choices=("float32", "split"),
+    )
+    gradient_dtype: str = _option(
+        "float32",
+        "with --master-weights split: what gradients of several micro-batches are summed in",
+        "Operators",
+        choices=("float32", "bfloat16"),
+    )
+    compile: bool = _option(
+        False,
+        "compile each layer with torch.compile; the first step then takes a minute. Not measured yet",
+        "Operators",
+    )
+    recompute: str = _option(
+        "none",
+        "what the backward pass computes again instead of keeping it: none; selective: all but matrix products and attention; full: "
+        "whole layers",
+        "Operators",
+        choices=("none", "selective", "full"),
+    )
+
+    memory_budget: float | None = _option(
+        None,
+        "GB (10^9 bytes) that a step may use on a GPU: the least recomputation that stays below it is chosen, by trying; instead of "
+        "--recompute",
+        "Operators",
+        minimum=_SMALLEST,
+    )
+
     input_bin: str | None = _option(
         None, "training tokens: a .bin file of llm.c's format or a glob of shards; without it, the demo corpus", "Data"
     )
@@ -209,6 +243,7 @@ class TrainConfig:
         self._check_batch()
         self._check_output()
         self._check_parallel()
+        self._check_operators()
         if self.attention_backend != "auto" and not self.flash:
             raise ValueError(
                 f'attention_backend is "{self.attention_backend}" and flash is off: the baseline has no backends; add --flash'
@@ -217,6 +252,27 @@ class TrainConfig:
             raise ValueError("separate_documents is set and flash is off: the baseline has no documents; add --flash")
         if self.tokenizer == "llama3" and self.tokenizer_path is None:
             raise ValueError("tokenizer is llama3 and tokenizer_path is not set: it must name the tokenizer.model file")
+
+    def _check_operators(self) -> None:
+        if self.gradient_dtype != "float32" and self.master_weights != "split":
+            raise ValueError(
+                f"gradient_dtype is {self.gradient_dtype} and master_weights {self.master_weights}: gradients have their weights' dtype; "
+                "it must be float32, or master_weights split"
+            )
+        if self.master_weights == "split" and self.dtype == "float32":
+            raise ValueError(
+                "master_weights is split and dtype float32: the weights are bfloat16, and dtype must be it"
+            )
+        if self.compile and self.recompute == "selective":
+            raise ValueError(
+                "compile is set and recompute is selective: the compiler chooses by itself what to compute again; recompute must be "
+                "none or full"
+            )
+
+        if self.memory_budget is not None and self.recompute != "none":
+            raise ValueError(
+                f"memory_budget is set and recompute is {self.recompute}: the budget chooses it; leave recompute at none"
+            )
 
     def _check_batch(self) -> None:
         batch_tokens = self._pass_tokens

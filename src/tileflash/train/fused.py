@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tileflash.models import GPT2, LayerOperators, Llama3
+from tileflash.models.operators import Biased, Update
 from tileflash.operators.gated import swiglu
 from tileflash.operators.linear_cross_entropy import linear_cross_entropy
 from tileflash.operators.norm import layer_norm, rms_norm
 from tileflash.operators.rotary import rotary
+from tileflash.operators.tied_embedding import tied_lookup
 
 
 def fused_loss(
@@ -46,12 +49,34 @@ def fused_operators(backend: str = "auto") -> LayerOperators:
         # The model's angles come twice, side by side, and in the first half of the sine with the sign of the rotation.
         return rotary(q, k, cos[:, 0, :half], sin[:, 0, half:], backend=backend)
 
+    def layer_norm_of_update(
+        x: torch.Tensor, update: Update | None, weight: torch.Tensor, bias: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(update, Biased):
+            return layer_norm(x, update.product, weight, bias, epsilon, update_bias=update.bias, backend=backend)
+        return layer_norm(x, update, weight, bias, epsilon, backend=backend)
+
     return LayerOperators(
-        functools.partial(layer_norm, backend=backend),
+        layer_norm_of_update,
         functools.partial(rms_norm, backend=backend),
         functools.partial(swiglu, backend=backend),
         rotary_of_both,
+        _project,
     )
+
+
+def _project(linear: nn.Linear, x: torch.Tensor) -> Update:
+    """The norm behind it adds the bias, and has its gradient at hand: a matrix product with one would need a launch for that."""
+    return linear(x) if linear.bias is None else Biased(F.linear(x, linear.weight), linear.bias)
+
+
+def fuse_embedding(model: nn.Module, backend: str = "auto") -> None:
+    """Let a model with tied embeddings add the gradient of its lookup to its head's (`tied_lookup`); others stay as they are."""
+    assert isinstance(model, GPT2 | Llama3)
+    if model.head is None:
+        weight = model.embedding.weight
+        embedding: nn.Module = model.embedding
+        embedding.forward = lambda tokens: tied_lookup(tokens, weight, backend=backend)
 
 
 FUSED = fused_operators()

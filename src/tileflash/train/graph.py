@@ -10,9 +10,7 @@ from torch import nn
 
 from tileflash.train.data_source import StepBatch
 from tileflash.train.recorder import GraphRecorder
-from tileflash.train.step import Limits, LossFunction, accumulate, finish_step, plain_loss
-
-_NOTHING_PASSES = Limits(float("-inf"), float("-inf"))
+from tileflash.train.step import NOTHING_PASSES, Limits, LossFunction, accumulate, finish_step, gatherer, plain_loss
 
 
 class Recorder(Protocol):
@@ -38,7 +36,7 @@ class CapturedStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         batch: StepBatch,
         *,
         dtype: torch.dtype,
@@ -59,9 +57,12 @@ class CapturedStep:
         self._result = torch.zeros(3, device=device)
         valid_tokens, loss_limit, gradient_limit, rate = self._numbers.unbind()
         several = len(batch.tokens) > 1
+        gather = gatherer(optimizer, len(batch.tokens))
 
         def micro_batch() -> None:
             accumulate(model, self._tokens, self._targets, valid_tokens, self._loss, dtype, loss_function)
+            if gather is not None:
+                gather()
 
         def end() -> None:
             limits = Limits(cast(float, loss_limit), cast(float, gradient_limit))  # compared on the device all the same
@@ -76,11 +77,12 @@ class CapturedStep:
             end()
 
         recorder = GraphRecorder(device) if recorder is None else recorder
-        before = [{name: group[name] for name in ("lr", "capturable")} for group in optimizer.param_groups]
+        captured = {"lr": rate, "capturable": True}
+        before = [{name: group[name] for name in captured if name in group} for group in optimizer.param_groups]
         try:
             for group in optimizer.param_groups:
-                group.update(lr=rate, capturable=True)
-            self._write(batch.valid_tokens, _NOTHING_PASSES, 0.0)
+                group.update({name: value for name, value in captured.items() if name in group})
+            self._write(batch.valid_tokens, NOTHING_PASSES, 0.0)
             # Steps that are skipped change nothing. With several micro-batches the first makes the gradients that
             # stay (of those weights that have one; the optimizer passes over the others), the second adds to them.
             for _ in range(2):

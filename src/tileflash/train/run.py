@@ -171,6 +171,10 @@ def _introduce(config: TrainConfig, setup: Setup, logs: Logs, ranks: Alone | Ran
     logs.say(f"attention: {setup.attention_name}{documents}")
     if config.fused_operators:
         logs.say("operators: fused, and logits never whole (docs/operators.md)")
+    if config.master_weights == "split":
+        logs.say(f"weights: bfloat16, their masters in 16 more bits; gradients summed in {config.gradient_dtype}")
+    if config.compile:
+        logs.say("layers: compiled in the first step, which takes longer")
     layout = ranks.layout
     times_data = f"{layout.data} x " if layout.data > 1 else ""
     logs.say(

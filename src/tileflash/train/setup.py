@@ -54,12 +54,15 @@ def prepare_setup(config: TrainConfig, layout: Layout = SINGLE, local_rank: int 
     cuda_graph = local_rank is None and cuda_graph_in_force(config.cuda_graph, device)
     device = _use(device)
     dtype = _dtype(config.dtype, device)
+    if config.memory_budget is not None and device.type != "cuda":
+        raise ValueError(
+            f"memory_budget is set and the device is {device}: it is for GPUs, where memory can be measured"
+        )
     model, notes = _model(config)
     layout.check_model(model, config.sequence_length)
-    if config.fused_operators and layout.ranks > 1:
-        raise ValueError(
-            f"fused_operators is set and there are {layout.ranks} ranks: fused operators are for one rank as yet"
-        )
+    _check_one_rank(config, layout.ranks)
+    if config.master_weights == "split" and dtype != torch.bfloat16:
+        raise ValueError(f"master_weights is split and the computation is in {dtype} on {device}: add --dtype bfloat16")
     tokenizer = _tokenizer(config, model.vocab_size)
     training, validation = open_data(config, tokenizer, model.vocab_size)
     attention, attention_name = _attention(config, model, device, dtype, layout)
@@ -67,6 +70,24 @@ def prepare_setup(config: TrainConfig, layout: Layout = SINGLE, local_rank: int 
         device, dtype, cuda_graph, model, attention, attention_name, _document_start(config, tokenizer), *_operators(config),
         tokenizer, training, validation, tuple(notes),
     )  # fmt: skip
+
+
+def _check_one_rank(config: TrainConfig, ranks: int) -> None:
+    """ValueError for what only one rank can do as yet."""
+    if ranks == 1:
+        return
+    defaults = {setting.name: setting.default for setting in dataclasses.fields(config)}
+    for name, what in (
+        ("fused_operators", "fused operators are"),
+        ("master_weights", "split masters are"),
+        ("compile", "compilation is"),
+        ("recompute", "recomputation is"),
+        ("memory_budget", "a memory budget is"),
+    ):
+        value = getattr(config, name)
+        if value != defaults[name]:
+            setting = f"{name} is set" if value is True else f"{name} is {value}"
+            raise ValueError(f"{setting} and there are {ranks} ranks: {what} for one rank as yet")
 
 
 def cuda_graph_in_force(asked: bool | None, device: torch.device) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from tileflash.train.adamw import MOMENTS, FusedAdamW
+from tileflash.train.masters import join_master, split_master
 
 
 def model_facts(model_config: Any) -> dict[str, Any]:
@@ -26,15 +27,16 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     ]
 
 
-def gather_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
-    """The tensors of model and optimizer, by name: the very tensors in use, not copies.
+def gather_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The tensors of model and optimizer, by name: the very tensors in use, not copies, but for split masters.
 
-    Moments that do not exist yet (before the first step) are made here as zeros, so that there is always something to
-    load into.
+    Those are given whole, in fp32 in the host's memory, so that a checkpoint says nothing of how a run keeps them;
+    `take_tensors` puts what was loaded into them back. Moments that do not exist yet (before the first step) are made
+    here as zeros, so that there is always something to load into.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():  # a weight shared by two layers comes once
-        tensors[f"model.{name}"] = parameter.detach()
+        tensors[f"model.{name}"] = _master(parameter, optimizer)
         if not parameter.requires_grad:
             continue
         moments = optimizer.state[parameter]
@@ -46,6 +48,22 @@ def gather_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, 
     persistent = model.state_dict(keep_vars=True)
     tensors |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
     return tensors
+
+
+def take_tensors(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put `tensors`, as `gather_tensors` named them, back where those are copies."""
+    if not (isinstance(optimizer, FusedAdamW) and optimizer.split):
+        return
+    for name, parameter in model.named_parameters():
+        weight, low_bits = split_master(tensors[f"model.{name}"])
+        parameter.detach().copy_(weight)
+        optimizer.state[parameter]["low_bits"].copy_(low_bits)
+
+
+def _master(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    if isinstance(optimizer, FusedAdamW) and optimizer.split:
+        return join_master(parameter, optimizer.state[parameter]["low_bits"]).cpu()
+    return parameter.detach()
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

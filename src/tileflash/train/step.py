@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tileflash.train.adamw import FusedAdamW
 
 IGNORED_TARGET = -100  # PyTorch's own convention: a target that takes no part in the loss
 
@@ -18,6 +21,9 @@ class Limits:
 
     loss: float
     gradient_norm: float
+
+
+NOTHING_PASSES = Limits(float("-inf"), float("-inf"))
 
 
 def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -84,23 +90,31 @@ def forward_backward(
     valid_tokens: int | torch.Tensor,
     dtype: torch.dtype,
     loss_function: LossFunction = plain_loss,
+    after_micro_batch: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Loss (fp32, on the device) of the whole step; leaves its gradient in the weights.
 
     `tokens`, `targets`: int64 [M, B, S], M micro-batches; `valid_tokens`: a number, or a tensor that is at least 1.
     The loss is the sum over the valid tokens of all of them divided by their number. (A mean of the micro-batches'
-    means would weigh tokens of a sparse micro-batch more.)
+    means would weigh tokens of a sparse micro-batch more.) `after_micro_batch` is called after each backward pass.
     """
     total = torch.zeros((), device=tokens.device)
     divisor = valid_tokens if isinstance(valid_tokens, torch.Tensor) else max(valid_tokens, 1)
     for micro_tokens, micro_targets in zip(tokens, targets, strict=True):
         accumulate(model, micro_tokens, micro_targets, divisor, total, dtype, loss_function)
+        if after_micro_batch is not None:
+            after_micro_batch()
     return total
+
+
+def gatherer(optimizer: torch.optim.Optimizer, micro_batches: int) -> Callable[[], None] | None:
+    """What is to be called after each backward pass of a step of so many micro-batches; None: nothing is."""
+    return optimizer.gather if isinstance(optimizer, FusedAdamW) and micro_batches > 1 else None
 
 
 def finish_step(
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     loss: torch.Tensor,
     *,
     gradient_clip: float,
@@ -112,6 +126,14 @@ def finish_step(
     Returns what `train_step` does. The gradients are gone afterwards; with `keep_gradients` their tensors stay where
     they are, filled with zeros.
     """
+    if isinstance(optimizer, FusedAdamW):
+        return optimizer.finish(
+            loss,
+            gradient_clip=gradient_clip,
+            loss_limit=limits.loss,
+            gradient_limit=limits.gradient_norm,
+            keep_gradients=keep_gradients,
+        )
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients, foreach=True)
@@ -128,7 +150,7 @@ def finish_step(
 
 def apply_gradients(
     parameters: list[nn.Parameter],
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     loss: torch.Tensor,
     norm: torch.Tensor,
     *,
@@ -151,7 +173,7 @@ def apply_gradients(
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     tokens: torch.Tensor,
     targets: torch.Tensor,
     valid_tokens: int | torch.Tensor,
@@ -167,5 +189,6 @@ def train_step(
     where `found_inf` is 1. So the host, which at small batches is what limits the speed, waits once a step, when it
     reads the result.
     """
-    loss = forward_backward(model, tokens, targets, valid_tokens, dtype, loss_function)
+    gather = gatherer(optimizer, len(tokens))
+    loss = forward_backward(model, tokens, targets, valid_tokens, dtype, loss_function, gather)
     return finish_step(model, optimizer, loss, gradient_clip=gradient_clip, limits=limits)

@@ -17,14 +17,17 @@ from tileflash.parallel.attention import DocumentAttention
 from tileflash.train.checkpoint import Stored, as_one_process, load_checkpoint, read_state
 from tileflash.train.config import TrainConfig
 from tileflash.train.data_source import DataSource, StepBatch
-from tileflash.train.errors import CheckpointError, GraphCaptureError, TrainingStoppedError
+from tileflash.train.errors import CheckpointError, GraphCaptureError, TrainingStoppedError, is_out_of_memory
+from tileflash.train.fused import fuse_embedding
 from tileflash.train.graph import CapturedStep
 from tileflash.train.guard import SpikeGuard
 from tileflash.train.interrupt import Interrupt
+from tileflash.train.layers import RECOMPUTE, Recomputation, choose_recompute, compile_layers, layers_as_written
 from tileflash.train.logs import Logs
 from tileflash.train.looking import sample_text, validation_loss
+from tileflash.train.masters import widen_stream
 from tileflash.train.metrics import StepMetrics, peak_memory
-from tileflash.train.optimizer import build_optimizer, set_learning_rate
+from tileflash.train.optimizer import build_fused_optimizer, build_optimizer, set_learning_rate
 from tileflash.train.saving import Saver
 from tileflash.train.schedule import learning_rate
 from tileflash.train.setup import Setup
@@ -34,9 +37,10 @@ from tileflash.train.state import (
     model_facts,
     random_states,
     resume_sample,
+    take_tensors,
     weights_are_finite,
 )
-from tileflash.train.step import train_step
+from tileflash.train.step import NOTHING_PASSES, Limits, train_step
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,17 @@ class Trainer:
         # Nothing here draws from the global generators; whatever the model may contain is then reproducible too.
         torch.manual_seed(config.seed)
         self.model: nn.Module
-        self.optimizer: torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer
         self.documents: DocumentAttention | None = None
+        self.recomputation: Recomputation | None = None
         self._build(from_start=checkpoint is None)
         if checkpoint is not None:
             self._restore(checkpoint)
         self.data = self._open_data()
         self.saver = None if output is None else self._saver(output)
         self.captures = setup.cuda_graph
+        # Until the first step has chosen what is recomputed.
+        self._budget_bytes = None if config.memory_budget is None else config.memory_budget * 1e9
         self.captured: CapturedStep | None = None  # where it captures, from the first step on
 
     def _build(self, *, from_start: bool) -> None:
@@ -88,7 +95,23 @@ class Trainer:
         if self.documents is not None:
             # Whatever calls the model, its tokens go through here.
             model.embedding.register_forward_pre_hook(self.documents.look_at)
-        self.optimizer = build_optimizer(self.model, self.config.learning_rate, self.config.weight_decay)
+        config = self.config
+        numbers = (model, config.learning_rate, config.weight_decay)
+        split = config.master_weights == "split"
+        if split or config.fused_operators:
+            self.optimizer = build_fused_optimizer(
+                *numbers, split=split, sum_in_fp32=config.gradient_dtype == "float32"
+            )
+        else:
+            self.optimizer = build_optimizer(*numbers)
+        if split:
+            widen_stream(model)
+        if config.fused_operators:
+            fuse_embedding(model)
+        if config.compile:
+            compile_layers(model)
+        if config.recompute != "none" or config.memory_budget is not None:
+            self.recomputation = Recomputation(model, config.recompute)
 
     def _whole_model(self, *, from_start: bool) -> Model:
         """The model with the weights that a run starts with; if not `from_start`, with some that are replaced."""
@@ -169,23 +192,55 @@ class Trainer:
 
     def _compute(self, batch: StepBatch, rate: float) -> torch.Tensor:
         """Start the step on the device; the result is `train_step`'s."""
-        dtype, clip, limits = self.setup.dtype, self.config.gradient_clip, self.guard.limits()
+        limits = self.guard.limits()
+        if budget_bytes := self._budget_bytes:
+            self._budget_bytes = None
+            self._choose_recompute(batch, budget_bytes)
         if self.captures and self.captured is None:
             self._capture(batch)
         if self.captured is not None:
             return self.captured(batch, rate, limits)
         set_learning_rate(self.optimizer, rate)
+        return self._eager_step(batch, limits)
+
+    def _eager_step(self, batch: StepBatch, limits: Limits) -> torch.Tensor:
         return train_step(
             self.model,
             self.optimizer,
             batch.tokens,
             batch.targets,
             batch.valid_tokens,
-            dtype=dtype,
-            gradient_clip=clip,
+            dtype=self.setup.dtype,
+            gradient_clip=self.config.gradient_clip,
             limits=limits,
             loss_function=self.setup.loss_function,
         )
+
+    def _choose_recompute(self, batch: StepBatch, budget_bytes: float) -> None:
+        """Recompute as little as the budget allows, judged by steps that are skipped and so change nothing."""
+        recomputation = self.recomputation
+        assert recomputation is not None
+
+        def step_bytes(kind: str) -> int | None:
+            recomputation.kind = kind
+            return self._step_bytes(batch)
+
+        kinds = [kind for kind in RECOMPUTE if not (self.config.compile and kind == "selective")]
+        kind, needed = choose_recompute(kinds, step_bytes, budget_bytes)
+        self.logs.say(f"recompute: {kind} (a step uses {needed / 1e9:.2f} of {budget_bytes / 1e9:g} GB)")
+
+    def _step_bytes(self, batch: StepBatch) -> int | None:
+        """The most that a skipped step has in use; None: memory ran out. The process's peaks begin anew with it."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.setup.device)
+        try:
+            self._eager_step(batch, NOTHING_PASSES)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.optimizer.zero_grad(set_to_none=True)
+            return None
+        return peak_memory(self.setup.device)[0]
 
     def _capture(self, batch: StepBatch) -> None:
         """Capture the step. Where that fails and was not asked for, this is told and the run goes on eagerly."""
@@ -236,11 +291,13 @@ class Trainer:
 
     def _validate(self) -> None:
         assert self.setup.validation is not None  # `open_data` saw to it
-        loss = validation_loss(self.model, self.setup.validation, self.config, self.setup)
+        with layers_as_written(self.config.compile):
+            loss = validation_loss(self.model, self.setup.validation, self.config, self.setup)
         self.logs.validation(self.step, loss)
 
     def _write_sample(self) -> None:
-        text, error = sample_text(self.model, self.setup, self.config, self.step)
+        with layers_as_written(self.config.compile):
+            text, error = sample_text(self.model, self.setup, self.config, self.step)
         self.logs.sample(self.step, text, error)
 
     def _save(self, *, final: bool) -> None:
@@ -299,6 +356,7 @@ class Trainer:
         same_device = read_state(checkpoint)["device"] == device.type
         random = random_states(device) if same_device else {}
         state = load_checkpoint(checkpoint, tensors | random)
+        take_tensors(tensors, self.model, self.optimizer)
         if random:  # the states of a GPU's generator mean nothing to a CPU's
             apply_random_states(random, device)
         self._go_on(checkpoint, state)

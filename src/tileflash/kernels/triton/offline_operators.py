@@ -13,13 +13,22 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
 from triton.compiler import ASTSource
 
+from tileflash.kernels.triton import adamw, embedding
 from tileflash.kernels.triton.cross_entropy import cross_entropy_kernel, lanes_and_warps, scale_kernel
 from tileflash.kernels.triton.gated import ACTIVATIONS, gated_backward_kernel, gated_forward_kernel
 from tileflash.kernels.triton.gated import block_and_warps as gated_tile
+from tileflash.kernels.triton.norm import (
+    PARTS_COLUMNS,
+    PARTS_ROWS,
+    PARTS_WARPS,
+    add_parts_kernel,
+    norm_backward_kernel,
+    norm_forward_kernel,
+)
 from tileflash.kernels.triton.norm import block_and_warps as norm_tile
-from tileflash.kernels.triton.norm import norm_backward_kernel, norm_forward_kernel
 from tileflash.kernels.triton.offline import TARGETS, read_compiled
 from tileflash.kernels.triton.rotary import rotary_kernel, tile_and_warps
 
@@ -60,6 +69,8 @@ def cases() -> Iterator[Case]:
     yield from _norm_cases()
     yield from _gated_cases()
     yield from _rotary_cases()
+    yield from _adamw_cases()
+    yield from _embedding_cases()
 
 
 def _cross_entropy_cases() -> Iterator[Case]:
@@ -84,23 +95,37 @@ def _norm_cases() -> Iterator[Case]:
         for centered in (True, False):
             # As training has it: an fp32 stream, updates and norms in bf16.
             types = {
-                "x_ptr": "*fp32", "update_ptr": "*bf16", "weight_ptr": "*fp32", "bias_ptr": "*fp32", "stream_ptr": "*fp32",
+                "x_ptr": "*fp32", "update_ptr": "*bf16", "weight_ptr": "*fp32", "bias_ptr": "*fp32", "update_bias_ptr": "*bf16",
+                "stream_ptr": "*fp32",
                 "out_ptr": "*bf16", "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "stride_x": "i32", "stride_update": "i32", "C": "i32",
                 "epsilon": "fp32",
             }  # fmt: skip
-            constants = {"BLOCK": block, "CENTERED": centered, "HAS_BIAS": centered, "HAS_UPDATE": True}
+            constants = {
+                "BLOCK": block,
+                "CENTERED": centered,
+                "HAS_BIAS": centered,
+                "HAS_UPDATE": True,
+                "HAS_UPDATE_BIAS": centered,
+            }
             name = f"{width} {'layer_norm' if centered else 'rms_norm'}"
             yield Case(norm_forward_kernel, name, types, constants, ("stride_x", "stride_update", "C"), warps)
             types = {
                 "d_out_ptr": "*bf16", "d_stream_ptr": "*fp32", "stream_ptr": "*fp32", "weight_ptr": "*fp32", "mean_ptr": "*fp32",
                 "rstd_ptr": "*fp32", "d_x_ptr": "*fp32", "d_update_ptr": "*bf16", "d_weight_ptr": "*fp32", "d_bias_ptr": "*fp32",
+                "d_update_bias_ptr": "*fp32",
                 **dict.fromkeys(("stride_d_out", "stride_d_stream", "stride_stream", "rows", "programs", "C"), "i32"),
             }  # fmt: skip
             constants = {
                 "BLOCK": block, "CENTERED": centered, "HAS_BIAS": centered, "HAS_D_STREAM": True, "HAS_D_UPDATE": True,
+                "HAS_UPDATE_BIAS": centered,
             }  # fmt: skip
             divisible = ("stride_d_out", "stride_d_stream", "stride_stream", "C")
             yield Case(norm_backward_kernel, name, types, constants, divisible, warps)
+
+    for dtype in ("bf16", "fp32"):
+        types = {"parts_ptr": "*fp32", "sums_ptr": f"*{dtype}", "programs": "i32", "C": "i32"}
+        constants = {"ROWS": PARTS_ROWS, "COLUMNS": PARTS_COLUMNS}
+        yield Case(add_parts_kernel, dtype, types, constants, ("C",), PARTS_WARPS)
 
 
 def _gated_cases() -> Iterator[Case]:
@@ -125,6 +150,39 @@ def _rotary_cases() -> Iterator[Case]:
             types |= dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), "*bf16")
             types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
             yield Case(rotary_kernel, f"{q_heads}/{k_heads} {head_dim}", types, constants, (*strides, "half"), warps)
+
+
+def _adamw_cases() -> Iterator[Case]:
+    walk = {"chunks_ptr": "*i32", "table_ptr": "*i64", "gradients_ptr": "*i64"}
+    sizes = {"COLUMNS": adamw.COLUMNS, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
+    read = sizes | {"BLOCK": adamw.READ_BLOCK}
+    for dtype, element in (("bf16", tl.bfloat16), ("fp32", tl.float32)):
+        for kernel in (adamw.square_sum_kernel, adamw.add_kernel):
+            sums = "*i64" if kernel is adamw.add_kernel else "*fp32"
+            yield Case(kernel, dtype, walk | {"sums_ptr": sums}, {"GRADIENT": element} | read, (), adamw.WARPS)
+        for split, clear in ((True, False), (True, True), (False, False)):
+            types = walk | dict.fromkeys(("decays_ptr", "scalars_ptr", "result_ptr"), "*fp32")
+            types |= dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "epsilon"), "fp32")
+            constants = {"SPLIT": split, "GRADIENT": element, "CLEAR": clear} | sizes
+            name = f"{dtype}{' split' * split}{' clear' * clear}"
+            yield Case(adamw.adamw_kernel, name, types, constants, (), adamw.WARPS)
+    pointers = ("sums", "loss", "loss_limit", "gradient_limit", "rate", "step", "result", "scalars")
+    types = {f"{name}_ptr": "*fp32" for name in pointers} | {"betas_ptr": "*fp64", "chunks": "i32", "clip": "fp32"}
+    yield Case(adamw.finish_kernel, "", types, {"BLOCK": adamw.SUM_BLOCK}, (), adamw.FINISH_WARPS)
+
+
+def _embedding_cases() -> Iterator[Case]:
+    for dtype in ("bf16", "fp32"):
+        types = {
+            "sums_ptr": f"*{dtype}",
+            "sorted_ptr": "*i64",
+            "order_ptr": "*i64",
+            "rows_ptr": "*fp32",
+            "number": "i32",
+            "C": "i32",
+        }
+        constants = {"ROWS": embedding.ROWS, "COLUMNS": embedding.COLUMNS}
+        yield Case(embedding.add_rows_kernel, dtype, types, constants, ("C",), embedding.WARPS)
 
 
 def compile_case(case: Case, target: str) -> OperatorReport:
