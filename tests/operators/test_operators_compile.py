@@ -37,7 +37,7 @@ def test_kernels_fit_the_hardware(target: str, triton: str) -> None:
     for report in reports:
         assert report["spill_bytes"] == 0, report
         assert report["shared_bytes"] <= 32 * 1024, report
-        if target == "sm_90":  # four programs of 512 threads, or as many rows in flight otherwise
-            assert report["registers"] <= 96, report
+        if target == "sm_90":  # two programs of 256 threads, one of 512
+            assert report["registers"] <= 104, report
             if report["kernel"] != "finish_kernel":  # one program, of a few kilobytes
                 assert report["widest_bytes"] == 16, report
