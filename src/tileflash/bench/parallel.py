@@ -37,7 +37,7 @@ class ParallelSuite:
     cases: tuple[ParallelCase, ...]
     ranks: int = 2
     repeats: int = 2
-    steps: int = 6
+    steps: int = 4
     warmup: int = 2
     dtype: str = "bfloat16"
     device: str = "cuda"

@@ -66,11 +66,13 @@ _WORK: Mapping[str, Mapping[str, Work]] = MappingProxyType(
             # 16 micro-batches: 1F1B on two ranks leaves 1 / 17 of the time idle, with 4 of them it would be a fifth.
             "layers": Work(
                 "llama3-8b", 1, 4096, 16, {"n_layer": 16},
-                "all 32 layers take 128 GB for weights, gradients and moments in fp32 alone: one GPU of 141 GB could not train them",
+                "all 32 layers take 128 GB for weights, gradients and moments in fp32 alone, and 177 GB in all (`tileflash plan`): "
+                "more than a GPU of 141 GB has",
             ),
             "context": Work(
                 "llama3-1b", 1, 131072, 1, {"n_layer": 4, "vocab_size": 16384},
-                "without recomputation the layers of the whole model keep 170 GB at 128k tokens, and its logits take 230 GB more",
+                "the whole model keeps 230 GB of activations and 200 GB of logits at 128k tokens (`tileflash plan`), "
+                "for nothing is computed again",
             ),
         },
         "tiny": {

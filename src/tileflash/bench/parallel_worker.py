@@ -6,6 +6,7 @@ log, which has each step's time and loss; `RUN.RANK.json` by every rank, with it
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ def work(request: Path) -> int:
     for number, settings in enumerate(runs):
         config = TrainConfig(**settings, log_json=str(request.parent / f"{number}.jsonl"))
         if torch.cuda.is_initialized():
+            gc.collect()  # what an earlier run left in circles must be gone before its memory can be
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:

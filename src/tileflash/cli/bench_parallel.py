@@ -27,7 +27,7 @@ def parallel(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Processes of each; the order turns round at each.")] = 2,
-    steps: Annotated[int, typer.Option(help="Steps of a process that count.")] = 6,
+    steps: Annotated[int, typer.Option(help="Steps of a process that count.")] = 4,
     warmup: Annotated[int, typer.Option(help="Steps before them.")] = 2,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 or float32.", show_default="bfloat16; on a CPU float32")
