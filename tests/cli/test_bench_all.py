@@ -34,6 +34,7 @@ def test_every_suite_with_arguments_that_it_takes(
     made: list[tuple[list[str], float]], tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tileflash.bench.timing.clock_for", lambda device: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     status, error = _invoke(
         "--device", device, "--output", tmp_path, "--fa3-library", "fa3.so", "--budget-seconds", 100
     )
@@ -60,6 +61,16 @@ def test_some_suites_and_no_time(
     status, error = _invoke("--device", "cpu", "--output", tmp_path, "--budget-seconds", 10)
     assert (status, made) == (0, [])
     assert "attention: no time left, left out" in error
+
+
+def test_several_ranks_need_several_gpus(
+    made: list[tuple[list[str], float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tileflash.bench.timing.clock_for", lambda device: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    status, error = _invoke("--device", "cuda", "--output", tmp_path, "--only", "parallel,memory")
+    assert (status, [arguments[0] for arguments, _ in made]) == (0, ["memory"])
+    assert "parallel: needs two GPUs, left out" in error
 
 
 def test_a_true_suite_in_its_process(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ _ROUNDING = 0.01  # of figures that were computed from one another
 _RATES: tuple[tuple[str, str, Callable[[Line], float]], ...] = (
     ("tokens_per_s", "step_ms", lambda line: float(line.case["batch"]) * float(line.case["seq"])),
     ("samples_per_s", "step_ms", lambda line: float(line.case["batch"])),
+    (
+        "tokens_per_s_per_rank",
+        "step_ms",
+        lambda line: _tokens(line) * float(line.case["micro_batches"]) / _sharers(line),
+    ),
     ("tokens_per_s", "token_ms", lambda line: float(line.case["batch"])),
 )
 
@@ -74,7 +79,7 @@ def audit(lines: Sequence[Line], largest_spread: float = LARGEST_SPREAD) -> Audi
     findings: list[Finding] = []
     for places in runs.values():
         run = _Run(lines, places)
-        for rule in (_beyond_limit, _ratios, _rates, _falling, _throttled):
+        for rule in (_beyond_limit, _ratios, _rates, _efficiencies, _falling, _throttled):
             findings += rule(run)
         findings += _spread(run, largest_spread)
     added: dict[int, dict[str, None]] = {}
@@ -204,6 +209,27 @@ def _falling(run: _Run) -> Iterator[Finding]:
 
 def _tokens(line: Line) -> int:
     return int(line.case["seq"]) * int(line.case.get("batch", 1))
+
+
+def _sharers(line: Line) -> float:
+    """How many ranks share the work of one."""
+    return float(line.case["ranks"]) if line.case["scaling"] == "strong" and line.variant.endswith("-ranks") else 1.0
+
+
+def _efficiencies(run: _Run) -> Iterator[Finding]:
+    """How well ranks scale lies between what the quotients of the steps' extremes allow."""
+    for place, line in run.figures:
+        if line.metric != "efficiency":
+            continue
+        one, several = run.find(line, "step_ms", "flash-one-rank"), run.find(line, "step_ms")
+        if one is None or several is None:
+            continue
+        share = _sharers(line)
+        least, most = (one[1].low / several[1].high / share, one[1].high / several[1].low / share)  # type: ignore[operator]
+        _, median, _ = _bounds(line)
+        if not least * (1 - _ROUNDING) <= median <= most * (1 + _ROUNDING):
+            message = f"{_where(line)}: {median:.3g}, but the two times allow {least:.3g} to {most:.3g}"
+            yield Finding(CONTRADICTION, message, (place, one[0], several[0]))
 
 
 def _throttled(run: _Run) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from tileflash.bench.audit import LARGEST_SPREAD, audit
 from tileflash.bench.ledger import Line
 from tileflash.bench.table_attention import attention_block
 from tileflash.bench.table_attention_summary import attention_summary_block
+from tileflash.bench.table_parallel import parallel_block
 from tileflash.bench.table_train import train_block
 from tileflash.bench.table_words import Words, words_for
 from tileflash.bench.tables_attention import (
@@ -53,6 +54,10 @@ BLOCKS: dict[str, tuple[Callable[[Sequence[Line], Words], str], str]] = {
     "versions": (versions_block, "tileflash bench versions --output benchmarks/results/versions.jsonl"),
     "features": (features_block, "tileflash report"),
     "models": (models_block, "tileflash bench models --output benchmarks/results/models.jsonl"),
+    "parallel": (
+        parallel_block,
+        "tileflash bench parallel --budget-seconds 540 --output benchmarks/results/parallel.jsonl",
+    ),
     "host": (host_block, "tileflash bench host --output benchmarks/results/host.jsonl"),
     "host-steps": (host_steps_block, "tileflash bench host --steps --output benchmarks/results/host.jsonl"),
 }

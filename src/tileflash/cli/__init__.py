@@ -11,6 +11,7 @@ from tileflash.cli.data import app as data_app
 from tileflash.cli.doctor import doctor
 from tileflash.cli.explain import explain
 from tileflash.cli.fuzz import fuzz
+from tileflash.cli.plan import plan
 from tileflash.cli.report import report
 from tileflash.cli.train import train as train_command
 from tileflash.cli.tune import tune
@@ -27,6 +28,7 @@ app = typer.Typer(
 
 # commands
 app.command("train")(train_command)
+app.command("plan")(plan)
 app.command("compare")(compare)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")

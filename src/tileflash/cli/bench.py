@@ -10,6 +10,7 @@ from tileflash.cli.bench_host import host
 from tileflash.cli.bench_lengths import lengths, scaling, versions
 from tileflash.cli.bench_memory import memory
 from tileflash.cli.bench_models import generation, model_memory, models, training
+from tileflash.cli.bench_parallel import parallel
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against peers and physical limits.")
 
@@ -23,4 +24,5 @@ app.command("training")(training)
 app.command("models")(models)
 app.command("generation")(generation)
 app.command("host")(host)
+app.command("parallel")(parallel)
 app.command("all")(all_suites)

@@ -26,6 +26,7 @@ _SUITES: dict[str, tuple[float, str]] = {
     "generation": (0.25, "--model llama3-tiny --contexts 32,64 --dtype float32 --target-ms 5 --pause-ms 0"),
     "training": (0.35, "--cases llama3-tiny:1x32,llama3-tiny:2x32 --dtype float32"),
     "models": (0.5, "--cases gpt2-tiny:1x32,llama3-tiny:1x32 --dtype float32"),
+    "parallel": (0.6, "--cases dp --repeats 1 --steps 2 --warmup 1"),
     "attention": (
         1.0,
         "--tokens 64 --width 32 --lengths 32,64 --head-dims 16 --dtype float32 --variants tileflash-auto,math --target-ms 5 --pause-ms 0",
@@ -72,6 +73,9 @@ def all_suites(
         if left_s <= 0:
             progress_line(f"{name}: no time left, left out")
             continue
+        if name == "parallel" and not _has_two(device):
+            progress_line(f"{name}: needs two GPUs, left out")
+            continue
         share_s = left_s * (1.0 if name == chosen[-1] else _SUITES[name][0])
         arguments = _arguments(name, device, output, fa3_library, largest_spread, share_s)
         progress_line(f"== tileflash bench {' '.join(arguments)}")
@@ -80,6 +84,12 @@ def all_suites(
     for name, status in wrong.items():
         progress_line(f"{name}: exit status {status}")
     raise typer.Exit(1 if wrong else 0)
+
+
+def _has_two(device: str) -> bool:
+    import torch
+
+    return device == "cpu" or torch.cuda.device_count() > 1
 
 
 def _arguments(

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -42,11 +43,12 @@ Exit status: 0 finished, 130 interrupted (Ctrl-C; saved), 3 out of memory, 2 bad
 def train(context: typer.Context, model: str, **flags: Any) -> None:
     """Settings come from the file, if MODEL is one, then from the flags that were typed."""
     with friendly_errors():
-        config = _config(context, model, flags)
+        config = read_config(context, model, flags)
         _end(_run(config))
 
 
-def _config(context: typer.Context, model: str, flags: dict[str, Any]) -> TrainConfig:
+def read_config(context: typer.Context, model: str, flags: dict[str, Any]) -> TrainConfig:
+    """The settings of a command whose flags are those of `with_settings`."""
     flags["model_overrides"] = dict(parse_override(text) for text in flags["model_overrides"])
     settings: dict[str, Any] = {"model": model}
     if model.endswith(".toml"):
@@ -95,10 +97,12 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-def _signature() -> inspect.Signature:
-    """One parameter for each setting: its name, type, default and help are those of the dataclass's field."""
+def with_settings(command: Callable[..., Any], help_text: str) -> None:
+    """Give `command(context, model, *, ..., **flags)` a flag for each setting: its name, type, default and help are those of the
+    dataclass's field. Parameters of its own stay."""
     types = get_type_hints(TrainConfig)
     keyword = inspect.Parameter.KEYWORD_ONLY
+    own = get_type_hints(command, include_extras=True)
     parameters = [
         inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
         inspect.Parameter(
@@ -109,6 +113,9 @@ def _signature() -> inspect.Signature:
             ],
         ),
     ]
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.kind is keyword:
+            parameters.append(parameter.replace(annotation=own[parameter.name]))
     for setting in dataclasses.fields(TrainConfig):
         if setting.name == "model":
             continue
@@ -124,10 +131,10 @@ def _signature() -> inspect.Signature:
                 annotation=Annotated[list[str] if is_list else types[setting.name], option],
             )
         )
-    return inspect.Signature(parameters, return_annotation=None)
+    # typer reads a command's flags from its signature; written out by hand it would be every setting a second time.
+    command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = help_text
 
 
-# typer reads a command's flags from its signature; written out by hand it would be every setting a second time.
-train.__signature__ = _signature()  # type: ignore[attr-defined]
-train.__annotations__ = {name: parameter.annotation for name, parameter in _signature().parameters.items()}
-train.__doc__ = _HELP
+with_settings(train, _HELP)

@@ -67,13 +67,13 @@ class ParallelModel(nn.Module):
         (stage,) = self.stages
         total, last = torch.zeros((), device=tokens.device), len(tokens) - 1
         for index, (micro_tokens, micro_targets) in enumerate(zip(tokens, targets, strict=True)):
-            self._before_micro_batch(stage, index == last)
+            self.before_micro_batch(stage, index == last)
             part = self(micro_tokens, micro_targets) / divisor
             part.backward()
             total += part.detach()
         return total
 
-    def _before_micro_batch(self, stage: nn.Module, last: bool) -> None:
+    def before_micro_batch(self, stage: nn.Module, last: bool) -> None:
         """ZeRO stages 0 and 1 reduce gradients once a step, 2 and 3 with each micro-batch."""
         if isinstance(stage, FSDPModule):
             stage.set_requires_gradient_sync(last or self.layout.zero_stage >= 2)
@@ -82,7 +82,7 @@ class ParallelModel(nn.Module):
 
     def _pipelined(self, tokens: torch.Tensor, targets: torch.Tensor, divisor: int) -> torch.Tensor:
         micro_batches, batch, _ = tokens.shape
-        x, inputs = self._cut(tokens.flatten(0, 1), targets.flatten(0, 1))
+        x, inputs = self.part_of(tokens.flatten(0, 1), targets.flatten(0, 1))
         if self._pipeline is None:
             stages: list[Any] = list(self.stages)
             self._pipeline = Pipeline(stages, self._ranks, micro_batches, batch, x.shape[1], tokens.device)
@@ -92,7 +92,7 @@ class ParallelModel(nn.Module):
         length = tokens.shape[1]
         # Samples of text have any length; what comes after a token does not reach it.
         tokens = F.pad(tokens, (0, -length % self.layout.length_multiple))
-        x, inputs = self._cut(tokens, targets)
+        x, inputs = self.part_of(tokens, targets)
         if self.layout.pipeline == 1:
             result: torch.Tensor = self.stages[0](x, **inputs)
         else:
@@ -103,7 +103,9 @@ class ParallelModel(nn.Module):
             result = self._whole_sequence(result)
         return result[:, :length]
 
-    def _cut(self, tokens: torch.Tensor, targets: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def part_of(
+        self, tokens: torch.Tensor, targets: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(tokens, further inputs of every stage) [B, S], at this rank's positions of whole samples."""
         inputs = {} if targets is None else {"targets": targets}
         if self._documents is not None:

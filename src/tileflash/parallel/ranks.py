@@ -77,9 +77,11 @@ class Ranks(AbstractContextManager["Ranks"]):
     tokens. A process group that is there already is used and left as it is.
     """
 
-    def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
+    def __init__(self, layout: Layout, device_type: str, timeout_s: float, rank: int | None = None) -> None:
+        """`rank`: which one this is, None: as torchrun's environment says."""
         self.layout = layout
-        self.rank, self.local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        self.rank = int(os.environ["RANK"]) if rank is None else rank
+        self.local_rank = int(os.environ["LOCAL_RANK"]) if rank is None else rank
         self.is_first = self.rank == 0
         self._device_type, self._timeout_s = device_type, timeout_s
         self._owns_group = False

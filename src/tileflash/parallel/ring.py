@@ -75,7 +75,10 @@ class RingProblem(NamedTuple):
 
 
 def kernels_for(problem: AttentionProblem, backend: str) -> Kernels:
-    """The kernels of the first backend that serves; NoBackendError with all reasons where none does."""
+    """The kernels of the first backend that serves; NoBackendError with all reasons where none does. A name under which kernels are
+    registered without a backend (`tileflash.plan`) gives those."""
+    if backend != "auto" and backend not in BACKENDS:
+        return kernels_of(backend)
     deterministic = torch.are_deterministic_algorithms_enabled()  # the backends' own reasons ask for it
     return kernels_of(_name_for(problem, backend, deterministic))
 

@@ -35,9 +35,9 @@ _DEFAULTS = {
 }
 
 
-def run(config: TrainConfig) -> TrainResult:
-    """See `tileflash.train.train`."""
-    layout = Layout(
+def layout_of(config: TrainConfig) -> Layout:
+    """How the ranks of a run share the work."""
+    return Layout(
         data=config.data_parallel,
         tensor=config.tensor_parallel,
         sequence_parallel=config.sequence_parallel,
@@ -47,6 +47,11 @@ def run(config: TrainConfig) -> TrainResult:
         pipeline=config.pipeline_parallel,
         schedule=config.pipeline_schedule,
     )
+
+
+def run(config: TrainConfig) -> TrainResult:
+    """See `tileflash.train.train`."""
+    layout = layout_of(config)
     layout.check_micro_batches(config.micro_batches)
     ranks = join(layout, functools.partial(rank_device, config.device), config.rank_timeout)
     try:

@@ -1,0 +1,1 @@
+"""What a training step takes, counted before anything runs: memory by what it is for, and a predicted time."""
