@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tileflash.bench.flags import OUT_OF_MEMORY
+
 _TO_END_S = 45.0  # torchrun gives its ranks 30 s
 
 
@@ -83,7 +85,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _failure(status: int, told: Sequence[Mapping[str, Any]], printed: str) -> Outcome:
-    short = next((facts for facts in told if facts.get("out_of_memory")), None)
+    short = next((facts for facts in told if facts.get(OUT_OF_MEMORY)), None)
     if short is not None:
         return Outcome(out_of_memory=True, reason=str(short["reason"]).splitlines()[0][:300])
     # torchrun's own report comes last; what ended a rank stands before it.

@@ -18,6 +18,7 @@ def work(request: Path) -> int:
     """Do the runs of a request one after the other; the exit status, that of `tileflash train`."""
     import torch
 
+    from tileflash.bench.flags import OUT_OF_MEMORY
     from tileflash.train import TrainConfig, TrainingOutOfMemoryError, train
     from tileflash.train.metrics import peak_memory
     from tileflash.train.setup import rank_device
@@ -33,7 +34,7 @@ def work(request: Path) -> int:
         try:
             train(config)
         except TrainingOutOfMemoryError as error:
-            _tell(request, number, rank, {"out_of_memory": True, "reason": str(error)})
+            _tell(request, number, rank, {OUT_OF_MEMORY: True, "reason": str(error)})
             return 3
         used, reserved = peak_memory(rank_device(config.device, local_rank))
         _tell(request, number, rank, {"peak_bytes": used, "reserved_bytes": reserved})
