@@ -44,3 +44,11 @@ def test_numbers_in_any_order_leave_out_no_visible_pair(device: str) -> None:
             torch.randint(-3, 4, (n,), generator=generator, dtype=torch.int32).to(device) for n in (37, 50)
         )
         assert (_meets(query_ids, key_ids, 16) >= _share(query_ids, key_ids, 16)).all()
+
+
+def test_numbers_beyond_32_bits_leave_out_no_visible_pair(device: str) -> None:
+    lengths = torch.tensor([20, 3, 25, 16, 7])
+    numbers = torch.tensor([-(2**62), -(2**40), 5, 2**40, 2**62])
+    ids = torch.repeat_interleave(numbers, lengths).to(device)
+    for query_ids, key_ids in ((ids, ids), (ids[3:40], ids.flip(0)), (ids, ids + 2**32)):
+        assert (_meets(query_ids, key_ids, 16) >= _share(query_ids, key_ids, 16)).all()
